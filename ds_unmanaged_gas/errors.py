@@ -1,0 +1,31 @@
+"""Every error that this package raises, each with the way out in its message."""
+
+
+class UnmanagedGasError(RuntimeError):
+    """Base of every error raised by this package."""
+
+
+class UnsupportedDeepSpeedError(UnmanagedGasError):
+    """The installed DeepSpeed is outside the supported range, or lacks a seam we have to patch."""
+
+
+class PatchConflictError(UnmanagedGasError):
+    """Another library wrapped one of the patched methods after us, so our patch can't come off."""
+
+
+class WindowOpenError(UnmanagedGasError):
+    """The patches can't come off while an engine holds gradients that no step() has applied."""
+
+
+class EngineRetiredError(UnmanagedGasError):
+    """An engine built for unmanaged accumulation was used after ``disable()``."""
+
+
+# DeepSpeed's native mode reports these two by ``assert``. Deriving from AssertionError keeps code
+# that catches it working, while the check itself survives ``python -O``.
+class UnsupportedConfigError(UnmanagedGasError, AssertionError, ValueError):
+    """The ds_config asks for something that unmanaged accumulation can't do, or is malformed."""
+
+
+class BoundaryError(UnmanagedGasError, AssertionError):
+    """A call would take the accumulation boundary out of the caller's hands."""
