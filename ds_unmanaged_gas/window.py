@@ -1,0 +1,70 @@
+"""The accumulation window: what was accumulated since the last step(), and whose turn it is.
+
+Pure Python: no torch, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class WindowState(enum.Enum):
+    """Whether gradients are waiting for step()."""
+
+    EMPTY = enum.auto()
+    """No backward() since the last step(). Left by record_backward()."""
+
+    OPEN = enum.auto()
+    """Gradients are waiting for step(). Left by close()."""
+
+
+class AccumulationWindow:
+    """All backwards of one engine between two ``step()`` calls.
+
+    [Note: I1, the boundary is step()]
+    DeepSpeed asks one question, "is this a gradient accumulation boundary?", from many places: to
+    decide whether to reduce, to copy to the optimizer, to update. The caller owns the answer, so it
+    is True exactly while step() runs, and goes back to False however step() ends.
+    """
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+        self.is_boundary = False
+
+    @property
+    def state(self) -> WindowState:
+        return WindowState.OPEN if self.num_backwards else WindowState.EMPTY
+
+    def record_backward(self) -> None:
+        self.num_backwards += 1
+
+    @contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Make this the boundary for the duration of the block."""
+        # See [Note: I1, the boundary is step()]
+        self.is_boundary = True
+        try:
+            yield
+        finally:
+            self.is_boundary = False
+
+    def close(self) -> None:
+        """Forget the window: its gradients were applied (or skipped by an overflow)."""
+        self.num_backwards = 0
+
+
+_KEY = "_ds_unmanaged_gas"
+
+
+def attach(owner: Any, state: object) -> None:
+    """Hang our state on one engine, optimizer or timer. It lives and dies with its owner."""
+    # Through vars(): DeepSpeedEngine is an nn.Module that may not be initialized yet.
+    vars(owner)[_KEY] = state
+
+
+def attached(owner: Any) -> Any:
+    """The state attached to this object, or None: it is managed, and stock code runs."""
+    return vars(owner).get(_KEY)
