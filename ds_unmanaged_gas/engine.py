@@ -1,0 +1,471 @@
+"""Wrappers for DeepSpeedEngine: who is unmanaged, and what its backward() and step() mean."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import logger
+from deepspeed.utils.timer import ThroughputTimer
+
+from . import config, gradients, stage1_2, stage3
+from .compat import FLAG_METHOD, mirror_boundary
+from .errors import (
+    BoundaryError,
+    EngineRetiredError,
+    UnsupportedConfigError,
+    WindowOpenError,
+)
+from .patching import PatchSpec
+from .window import AccumulationWindow, WindowState, attach, attached
+
+# Every unmanaged engine that is alive: disable() has to know them.
+_live_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class UnmanagedEngine:
+    """What the plugin knows about one unmanaged DeepSpeedEngine.
+
+    [Note: stock code runs managed]
+    Stock methods are called with the state that makes them do the right thing: they believe in a
+    managed engine whose boundary is, for the time of step(), now. That holds on releases with a
+    native unmanaged mode too, so that one set of semantics holds on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.window = AccumulationWindow()
+        self.gradients: gradients.Gradients
+        # True while a stock method runs on our behalf. See [Note: stock code runs managed].
+        self.is_in_stock = False
+        self.is_in_backward = False
+        # True after disable(), until enable(): half of the patches would not do.
+        self.is_retired = False
+        # Set by the prologue of a loss.backward(), cleared when that backward was counted.
+        self._is_torch_style_armed = False
+        # Set by the prologue too, cleared by _reduce_late_phases().
+        self._may_have_late_phases = False
+        self._warned_empty_step = False
+        # Samples in the windows that the throughput timer has timed.
+        self.timed_samples = 0
+
+    def attach(self, engine: Any) -> None:
+        """Take over a freshly built engine. Raises UnsupportedConfigError if its parts are ones
+        for which right gradients were never shown."""
+        found = (
+            stage3.gradients_for(engine)
+            or stage1_2.gradients_for(engine)
+            or gradients.gradients_for(engine)
+        )
+        if found is None:
+            raise UnsupportedConfigError(
+                f'"{config.FLAG}": false is not supported with optimizer '
+                f"{type(engine.optimizer).__qualname__}; use a torch optimizer, or one that "
+                "DeepSpeed builds from the ds_config, without the flag's exceptions"
+            )
+        if getattr(engine.optimizer, "use_muon", False) and not hasattr(
+            engine.optimizer, "_apply_muon_to_accumulated_grads"
+        ):
+            raise UnsupportedConfigError(
+                f'"{config.FLAG}": false is not supported with Muon on ZeRO stage 3 of this '
+                "DeepSpeed: it orthogonalizes every micro-batch instead of their sum; use stage 1 "
+                "or 2, or DeepSpeed 0.19.8"
+            )
+        folding = getattr(engine, "_autoep_folding_spec", None)
+        if folding is not None and folding.tp_size > 1:
+            raise UnsupportedConfigError(
+                f'"{config.FLAG}": false is not supported with expert parallelism folded into '
+                "tensor parallelism: its gradient correction runs at boundaries; set the tensor "
+                "parallel size to 1"
+            )
+        self.gradients = found
+        if engine.optimizer is not None:
+            attach(engine.optimizer, found)
+            # Built as True. A backward that doesn't pass through engine.forward() would read it.
+            mirror_boundary(engine.optimizer, False)
+        attach(engine.tput_timer, self)
+        _live_engines.add(engine)
+
+    def require_enabled(self) -> None:
+        """Raise EngineRetiredError after ``disable()``."""
+        if self.is_retired:
+            raise EngineRetiredError(
+                f'this engine was built with "{config.FLAG}": false, and '
+                "ds_unmanaged_gas.disable() was called since; call enable() again, or build a new "
+                "engine"
+            )
+
+    @contextmanager
+    def stock(self) -> Iterator[None]:
+        """Run stock code as on a managed engine. See [Note: stock code runs managed]."""
+        before, self.is_in_stock = self.is_in_stock, True
+        try:
+            yield
+        finally:
+            self.is_in_stock = before
+
+    def backward(
+        self,
+        stock_backward: Callable[..., Any],
+        engine: Any,
+        loss: Any,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Any:
+        """engine.backward(): accumulate this micro-batch. Returns the loss, divided by the
+        configured GAS if ``scale_wrt_gas``."""
+        self.require_enabled()
+        if scale_wrt_gas and isinstance(loss, torch.Tensor):
+            loss = loss / engine.gradient_accumulation_steps()
+        stock_loss = self.gradients.scale_loss(loss) if isinstance(loss, torch.Tensor) else loss
+        self._reduce_late_phases(engine)
+        self.is_in_backward = True
+        try:
+            with self.stock(), self.gradients.backward(retain_graph=retain_graph):
+                # Scaled already: releases differ in which of their hooks honours this argument.
+                stock_backward(stock_loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        finally:
+            self.is_in_backward = False
+            if hasattr(engine, "_scale_wrt_gas"):
+                # 0.18.4-0.19.5 would keep it for later calls of loss.backward().
+                engine._scale_wrt_gas = True
+        self._end_backward(engine)
+        return loss
+
+    def begin_torch_style(self, engine: Any) -> None:
+        """A loss.backward() reached an output of this engine."""
+        if not self._is_torch_style_armed:
+            self._reduce_late_phases(engine)
+        self._is_torch_style_armed = True
+        self._may_have_late_phases = True
+        optimizer = engine.optimizer
+        if getattr(optimizer, "_backward_active_depth", 0) > 1:
+            # One prologue per forward that the loss depends on, one epilogue per backward: with
+            # two forwards 0.19.6-0.19.8 wait for a second epilogue that never comes.
+            optimizer._backward_active_depth = 1
+
+    def end_torch_style(self, engine: Any) -> None:
+        """The stock epilogue of a loss.backward() has run."""
+        # 0.18.4 runs it after each phase of a reentrant checkpoint, later releases once.
+        has_one_epilogue = hasattr(engine.optimizer, "queue_post_backward_callback")
+        if self._is_torch_style_armed or has_one_epilogue:
+            self._end_backward(engine)
+        self._is_torch_style_armed = False
+
+    def _reduce_late_phases(self, engine: Any) -> None:
+        """Reduce what the last loss.backward() left in the buckets.
+
+        0.18.4 ends it after its first autograd phase. What a reentrant checkpoint computes in
+        later ones would wait there for ever, or be counted twice. Collective on stages 2 and 3:
+        one reduction, if there was such a phase.
+        """
+        if self._may_have_late_phases and self.gradients.is_reduction_pending():
+            with self.stock():
+                engine.allreduce_gradients()
+        self._may_have_late_phases = False
+
+    def _end_backward(self, engine: Any) -> None:
+        self.window.record_backward()
+        self._reset_hook_state(engine)
+        # Each micro-batch on its own, as a managed engine does by calling step() after each.
+        engine.tput_timer.stop(global_step=False, report_speed=False)
+
+    @staticmethod
+    def _reset_hook_state(engine: Any) -> None:
+        """Make the next backward start afresh; from 0.18.5 stock code waits for a forward to do
+        so, and a backward without one would find the last one's epilogue done."""
+        clear = getattr(engine.optimizer, "clear_backward_seen_flag", None)
+        if clear is not None:
+            clear()
+
+    def step(self, stock_step: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+        """engine.step(): finalize the window and apply exactly one update."""
+        self.require_enabled()
+        if getattr(engine, "inside_no_sync_ctxt", False):
+            raise BoundaryError(
+                "step() inside no_sync(): the gradients of this window would not be averaged over "
+                "ranks; leave the no_sync() block first"
+            )
+        window = self.window
+        if window.state is WindowState.EMPTY and not self._warned_empty_step:
+            self._warned_empty_step = True
+            logger.warning(
+                "step() without a backward() since the last step(): all gradients are zero on this "
+                "rank. The optimizer update and the learning rate schedule go on. "
+                "This is said once per engine."
+            )
+        # See [Note: I1, the boundary is step()]
+        try:
+            self._reduce_late_phases(engine)
+            with window.boundary(), self.stock():
+                self.gradients.finalize()
+                self._time_step(engine)
+                result = stock_step(*args, **kwargs)
+        finally:
+            if engine.optimizer is not None:
+                # Stays True in stock code until the next backward through engine.forward().
+                mirror_boundary(engine.optimizer, False)
+        self.gradients.close()
+        self._reset_hook_state(engine)
+        window.close()
+        return result
+
+    def num_samples(self, engine: Any) -> int:
+        """Samples in this window, over all ranks."""
+        per_backward = engine.train_batch_size() // engine.gradient_accumulation_steps()
+        return int(per_backward * self.window.num_backwards)
+
+    def _time_step(self, engine: Any) -> None:
+        """Let stock step() find a running timer that knows this window's batch size."""
+        timer = engine.tput_timer
+        if not timer.started:  # stopped by the last backward
+            timer.start()
+        timer.batch_size = self.num_samples(engine)
+        if timer.global_step_count >= timer.start_step:
+            self.timed_samples += timer.batch_size
+
+    def take_model_step(
+        self, stock: Callable[..., Any], engine: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """The optimizer update, with the counters and the norm that stock code gets wrong."""
+        samples_before = engine.global_samples
+        norm = self.gradients.measure_norm()
+        norm_divisor = self.gradients.norm_divisor()
+        result = stock(*args, **kwargs)
+        engine.global_samples = samples_before + self.num_samples(engine)
+        if norm is not None:
+            engine._global_grad_norm = norm
+        elif norm_divisor != 1.0:
+            engine._global_grad_norm = engine._global_grad_norm / norm_divisor
+        return result
+
+
+def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    ds_config = call.get("config_class")
+    if ds_config is None or not config.wants_unmanaged(ds_config):
+        return wrapped(*args, **kwargs)
+    config.reject_unsupported(ds_config, is_pipeline=isinstance(call["model"], PipelineModule))
+    state = UnmanagedEngine()
+    attach(engine, state)
+    with state.stock():
+        result = wrapped(*args, **kwargs)
+    state.attach(engine)
+    return result
+
+
+def _wrap_backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    return state.backward(wrapped, engine, *args, **kwargs)
+
+
+def _wrap_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    return state.step(wrapped, engine, args, kwargs)
+
+
+def _wrap_take_model_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    return state.take_model_step(wrapped, engine, args, kwargs)
+
+
+def _wrap_destroy(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    _live_engines.discard(engine)
+    return wrapped(*args, **kwargs)
+
+
+def _wrap_is_boundary(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    return wrapped(*args, **kwargs) if state is None else state.window.is_boundary
+
+
+def _wrap_is_managed(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    # See [Note: stock code runs managed]
+    return wrapped(*args, **kwargs) if state is None else state.is_in_stock
+
+
+def managed_gradient_accumulation(engine: Any) -> bool:
+    """Whether DeepSpeed's own counter decides when a window ends. Added to releases without it."""
+    return attached(engine) is None
+
+
+def _wrap_backward_prologue(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and not state.is_in_backward:
+        state.begin_torch_style(engine)
+    return result
+
+
+def _wrap_backward_epilogue(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and not state.is_in_backward:
+        state.end_torch_style(engine)
+    return result
+
+
+def _wrap_scale_output_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and state.is_in_backward:
+        return args[0]  # engine.backward() has divided the loss, if it is to be divided
+    return wrapped(*args, **kwargs)
+
+
+def _refusal(name: str, reason: str) -> Any:
+    def wrapper(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        if attached(engine) is None:
+            return wrapped(*args, **kwargs)
+        raise BoundaryError(f'{name}() is not supported with "{config.FLAG}": false: {reason}')
+
+    return wrapper
+
+
+def _wrap_no_sync(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    if attached(engine) is not None and engine.zero_optimization_partition_gradients():
+        raise BoundaryError(
+            f"no_sync() is not supported with ZeRO stage {engine.zero_optimization_stage()}, which "
+            "has to reduce in every backward; leave it out: nothing is updated before step()"
+        )
+    return wrapped(*args, **kwargs)
+
+
+def _wrap_avg_samples_per_sec(wrapped: Any, timer: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(timer)
+    if state is None or timer.total_elapsed_time == 0:
+        return wrapped(*args, **kwargs)
+    return state.timed_samples / timer.total_elapsed_time
+
+
+def patches() -> tuple[PatchSpec, ...]:
+    """Every change to this DeepSpeed release, in the order in which they are made."""
+
+    def on_engine(name: str, why: str, wrapper: Any) -> PatchSpec:
+        return PatchSpec(DeepSpeedEngine, name, why, wrapper)
+
+    specs = [
+        on_engine("__init__", "reads the flag and refuses what can't be honoured", _wrap_init),
+        on_engine(
+            "backward",
+            "accumulates only; divides by GAS once, at the loss, on every release and stage",
+            _wrap_backward,
+        ),
+        on_engine("step", "finalizes the window and applies exactly one update", _wrap_step),
+        on_engine(
+            "is_gradient_accumulation_boundary", "True exactly while step() runs", _wrap_is_boundary
+        ),
+        on_engine(
+            "set_gradient_accumulation_boundary",
+            "refused: the caller owns the boundary",
+            _refusal(
+                "set_gradient_accumulation_boundary",
+                "step() is the boundary; call step() when the window is complete",
+            ),
+        ),
+        on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
+        on_engine(
+            "_take_model_step",
+            "counts the samples of this window, and computes a gradient norm at stage 0",
+            _wrap_take_model_step,
+        ),
+        on_engine(
+            "_backward_prologue", "notices that a loss.backward() began", _wrap_backward_prologue
+        ),
+        on_engine(
+            "_backward_epilogue", "counts a loss.backward() that ended", _wrap_backward_epilogue
+        ),
+        on_engine(
+            "_backward_prologue_per_tensor",
+            "stock divides by GAS here too, against scale_wrt_gas=False if the loss is the "
+            "module's own output",
+            _wrap_scale_output_grad,
+        ),
+        on_engine(
+            "no_sync",
+            "refused on stages 2 and 3 by an error that survives python -O",
+            _wrap_no_sync,
+        ),
+        PatchSpec(
+            ThroughputTimer,
+            "avg_samples_per_sec",
+            "stock assumes that every step has the configured number of samples",
+            _wrap_avg_samples_per_sec,
+        ),
+    ]
+    if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # from 0.19.2
+        specs.append(
+            on_engine(
+                "coalesce_grad_reduction",
+                "refused: it would end the window on leaving its block",
+                _refusal(
+                    "coalesce_grad_reduction",
+                    "it makes leaving its block the boundary; call step() instead",
+                ),
+            )
+        )
+    if hasattr(DeepSpeedEngine, FLAG_METHOD):  # from 0.19.4, the native mode
+        specs.append(
+            on_engine(FLAG_METHOD, "keeps the native mode out of the way", _wrap_is_managed)
+        )
+    else:
+        specs.append(
+            PatchSpec(
+                DeepSpeedEngine,
+                FLAG_METHOD,
+                "code written for the native mode asks for it",
+                method=managed_gradient_accumulation,
+            )
+        )
+    return (*specs, *gradients.patches(), *stage1_2.patches(), *stage3.patches())
+
+
+def require_no_open_window() -> None:
+    """Raise WindowOpenError if a live engine holds gradients that no step() has applied."""
+    for engine in _live_engines:
+        state: UnmanagedEngine = attached(engine)
+        if state.window.state is not WindowState.EMPTY:
+            raise WindowOpenError(
+                f"an engine holds an open window of {state.window.num_backwards} backwards; call "
+                "its step() before disable()"
+            )
+
+
+# Without the patches an unmanaged engine would silently run as a managed one.
+_RETIRED_METHODS = ("backward", "step", "forward")
+
+
+def retire_live_engines() -> None:
+    """Make every live unmanaged engine raise on use, until enable() is called again."""
+    for engine in _live_engines:
+        state: UnmanagedEngine = attached(engine)
+        state.is_retired = True
+        # On the instance: the class has its stock methods back.
+        refuse = _refuse_retired(state)
+        vars(engine).update(dict.fromkeys(_RETIRED_METHODS, refuse))
+
+
+def _refuse_retired(state: UnmanagedEngine) -> Callable[..., None]:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        state.require_enabled()
+
+    return refuse
+
+
+def revive_live_engines() -> None:
+    """Undo retire_live_engines()."""
+    for engine in _live_engines:
+        attached(engine).is_retired = False
+        for name in _RETIRED_METHODS:
+            vars(engine).pop(name, None)

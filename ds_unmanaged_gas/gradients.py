@@ -1,0 +1,218 @@
+"""Where gradients wait between backward() and step(): the base, and what is not ZeRO.
+
+Covers stage 0 (a bare torch optimizer, FP16_Optimizer, FP16_UnfusedOptimizer) and BF16_Optimizer,
+which DeepSpeed uses for stage 1 when a bf16 model accumulates in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from .patching import PatchSpec
+from .window import attached
+
+
+class Gradients:
+    """The gradients of one unmanaged engine. Subclasses say where they are and how they reach the
+    optimizer; this one leaves them in ``param.grad`` and reduces them all at step().
+
+    [Note: I2, per-parameter participation]
+    Per parameter, the first contribution in a window replaces what the buffers held, each later one
+    adds, and a parameter without one contributes zero. Nothing else decides: no global micro-step
+    counter, no count of forwards.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.optimizer: Any = engine.optimizer
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Apply a loss scale that stock backward() forgets; the identity where it doesn't."""
+        return loss
+
+    @contextmanager
+    def backward(self, *, retain_graph: bool) -> Iterator[None]:  # noqa: ARG002
+        """Surround one engine.backward()."""
+        yield
+
+    def is_reduction_pending(self) -> bool:
+        """Whether gradients wait in a bucket that the last backward should have reduced."""
+        return False
+
+    def finalize(self) -> None:
+        """Hand the window to the optimizer. Called inside step(), at the boundary, on every rank.
+
+        Collective: one all-reduce per bucket on the data-parallel group.
+        """
+        # enable_backward_allreduce is off where the caller or another engine part reduces.
+        if self.engine.enable_backward_allreduce:
+            self.engine.allreduce_gradients()
+
+    def close(self) -> None:
+        """Leave nothing of the window behind. Called when step() ends."""
+        # bf16 at stage 0 of DeepSpeed 0.17.6-0.18.5 never clears them: they would pile up.
+        for param in self.engine.module.parameters():
+            param.grad = None
+
+    def measure_norm(self) -> torch.Tensor | None:
+        """The global gradient norm, or None where the optimizer reports one itself. Called at the
+        boundary, after finalize() and before clipping."""
+        return None
+
+    def norm_divisor(self) -> float:
+        """What the norm that the optimizer reports must be divided by."""
+        return 1.0
+
+
+class BareGradients(Gradients):
+    """A torch optimizer that DeepSpeed leaves as it is: stage 0 in fp32."""
+
+    def measure_norm(self) -> torch.Tensor:
+        """A 0-dim fp32 tensor. Collective with an mpu: one model-parallel all-reduce."""
+        engine = self.engine
+        params = [p for p in engine.module.parameters() if p.grad is not None]
+        mpu = engine.mpu
+        if mpu is not None and mpu.get_model_parallel_rank() != 0:
+            params = [p for p in params if is_model_parallel_parameter(p)]  # rank 0 has the others
+        grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        square = (
+            torch.stack(norms).square().sum() if norms else torch.zeros((), device=engine.device)
+        )
+        if mpu is not None:
+            dist.all_reduce(square, group=mpu.get_model_parallel_group())
+        scaler = engine.torch_autocast_z0_gradscaler
+        return square.sqrt() / (scaler.get_scale() if scaler else 1.0)
+
+
+class LossScaledGradients(Gradients):
+    """FP16_Optimizer and FP16_UnfusedOptimizer: local gradients, times the loss scale.
+
+    Since 0.18.3 DeepSpeedEngine.backward() calls loss.backward() itself instead of these
+    optimizers' backward(), so nobody multiplies by the scale that their step() divides by: an fp16
+    stage-0 update is too small by the loss scale. Scaling here restores what step() undoes.
+
+    They also sum in the model's dtype. DeepSpeed up to 0.18.4 picks them for bf16 with fp32
+    accumulation all the same, so that is done here.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        model_dtype, accumulation_dtype = engine.get_data_types()
+        self._sum_dtype = accumulation_dtype if accumulation_dtype != model_dtype else None
+        # Sums of this window in that dtype. Cleared by finalize().
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    @contextmanager
+    def backward(self, *, retain_graph: bool) -> Iterator[None]:  # noqa: ARG002
+        """Surround one engine.backward(): move its gradients into the sums, if there are any."""
+        yield
+        if self._sum_dtype is None:
+            return
+        for param in self.engine.module.parameters():
+            if param.grad is None:
+                continue
+            if param in self._sums:
+                self._sums[param].add_(param.grad)
+            else:
+                self._sums[param] = param.grad.to(self._sum_dtype)
+            param.grad = None
+
+    def finalize(self) -> None:
+        for param, total in self._sums.items():
+            param.grad = total.to(param.dtype)
+        self._sums.clear()
+        super().finalize()
+
+    def _scale(self) -> float:
+        # A release that mends this would give them scale_if_loss(), as ZeRO optimizers have.
+        if hasattr(self.optimizer, "scale_if_loss"):
+            return 1.0
+        return float(self.optimizer.loss_scale)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        scale = self._scale()
+        # In fp32: an fp16 loss times its scale overflows.
+        return loss if scale == 1.0 else loss.float() * scale
+
+    def norm_divisor(self) -> float:
+        # FP16_UnfusedOptimizer reports the norm of the still scaled gradients.
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            return float(self.optimizer.loss_scale)
+        return 1.0
+
+
+def gradients_for(engine: Any) -> Gradients | None:
+    """The class for an optimizer that is not ZeRO, or None if it is not one of ours."""
+    optimizer = engine.optimizer
+    if optimizer is None or type(optimizer).__name__ == "DummyOptim":
+        return Gradients(engine)  # nothing to train: step() itself says so
+    if type(optimizer) in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        return LossScaledGradients(engine)
+    if type(optimizer) is BF16_Optimizer:
+        return Gradients(engine)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return BareGradients(engine)
+    return None
+
+
+def _wrap_update_hp_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if attached(optimizer) is None:
+        return wrapped(*args, **kwargs)
+    return wrapped(clear_lp_grads=True)
+
+
+# Small enough that adding its square changes no norm that could matter, large enough that the
+# square (2**-120) is no fp32 zero.
+_TINY_NORM = 2.0**-60
+
+
+def _wrap_get_grads_for_norm(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if attached(optimizer) is None or not isinstance(result, tuple):
+        return result  # a list means: the gradients to clip
+    non_expert, expert = result
+    device = optimizer.fp32_groups_flat_partition[0].device
+    return [*non_expert, torch.full((1,), _TINY_NORM, device=device)], expert
+
+
+def _wrap_bf16_step(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if attached(optimizer) is not None and optimizer._global_grad_norm <= 2 * _TINY_NORM:
+        optimizer._global_grad_norm = torch.zeros_like(optimizer._global_grad_norm)
+    return result
+
+
+def patches() -> tuple[PatchSpec, ...]:
+    """The changes to the classes that this module handles."""
+    return (
+        PatchSpec(
+            BF16_Optimizer,
+            "update_hp_grads",
+            "stock adds the low-precision gradients to the fp32 ones but clears them only when a "
+            "new engine.forward() output is differentiated; a second loss on one forward would "
+            "count the first again",
+            _wrap_update_hp_grads,
+        ),
+        PatchSpec(
+            BF16_Optimizer,
+            "get_grads_for_norm",
+            "a window without gradients has an empty norm, on which stock step() fails",
+            _wrap_get_grads_for_norm,
+        ),
+        PatchSpec(
+            BF16_Optimizer,
+            "step",
+            "reports the norm of an all-zero window as zero",
+            _wrap_bf16_step,
+        ),
+    )

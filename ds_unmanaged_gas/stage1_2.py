@@ -1,0 +1,150 @@
+"""ZeRO stages 1 and 2: gradients of DeepSpeedZeroOptimizer.
+
+Stage 1 keeps full local gradients and reduces them once, at step(). Stage 2 reduces on every
+backward and keeps this rank's partition of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from .compat import mirror_boundary
+from .gradients import Gradients
+from .patching import PatchSpec
+from .window import attached
+
+
+class Stage1Gradients(Gradients):
+    """Full local gradients: ``param.grad``, or ``param.grad_accum`` in another dtype."""
+
+    def reduce(self) -> None:
+        """Put what stock reduce_gradients() needs in place, on every rank alike.
+
+        Collective with overlap_comm: an all-reduce per full bucket.
+        """
+        optimizer = self.optimizer
+        # The buckets exist if a gradient hook ran in this window; a rank without any backward has
+        # none. Does nothing where they exist.
+        optimizer.setup_buckets()
+        for index, group in enumerate(optimizer.bit16_groups):
+            for param in group:
+                # See [Note: I2, per-parameter participation]. Zeros also keep ranks in step that
+                # used different parameters: each fills the same buckets in the same order.
+                if param.requires_grad and optimizer.get_gradient_for_reduction(param) is None:
+                    self._set_zero_gradient(param)
+                # With overlap_comm stock code reduces from the hooks of a boundary backward, and
+                # reduce_gradients() does not repeat it. There was no such backward.
+                if (
+                    optimizer.overlap_comm
+                    and optimizer.get_gradient_for_reduction(param) is not None
+                ):
+                    optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+
+    def _set_zero_gradient(self, param: Any) -> None:
+        if self.optimizer.use_grad_accum_attribute:
+            dtype = self.optimizer.gradient_accumulation_dtype
+            param.grad_accum = torch.zeros_like(param, dtype=dtype)
+        else:
+            param.grad = torch.zeros_like(param)
+
+    def close(self) -> None:
+        pass  # step() itself clears the gradients
+
+
+class Stage2Gradients(Gradients):
+    """This rank's partition of the averaged gradients, which stock code sums."""
+
+    def is_reduction_pending(self) -> bool:
+        # Set when the first hook fills a bucket, cleared by the epilogue.
+        return bool(self.optimizer.ready_for_gradients)
+
+    def finalize(self) -> None:
+        """Assemble the flat partitions that step() reads. No collective."""
+        optimizer = self.optimizer
+        mirror_boundary(optimizer, True)
+        # 0.19.8 sums into one flat buffer per group if a 16-bit model accumulates in fp32.
+        is_compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _group: False)
+        for i, params in enumerate(optimizer.params_in_partition):
+            if not is_compact(i) and optimizer.all_grad_tensors.get(i) is None:
+                # No backward in this window: gradients are None everywhere, which reads as zeros.
+                optimizer.all_grad_tensors[i] = optimizer.get_all_grad_tensors(
+                    params, optimizer.gradient_accumulation_dtype
+                )
+        native = getattr(optimizer, "finalize_gradient_accumulation_boundary", None)
+        if native is not None:
+            native()
+            return
+        for i, params in enumerate(optimizer.params_in_partition):
+            optimizer.averaged_gradients[i] = optimizer.get_flat_partition(
+                params,
+                optimizer.first_offset[i],
+                optimizer.partition_size[i],
+                dtype=optimizer.gradient_accumulation_dtype,
+                device=get_accelerator().current_device_name(),
+                param_group_idx=i,
+                return_tensor_list=True,
+            )
+            optimizer.all_grad_tensors[i] = None
+
+    def close(self) -> None:
+        pass  # step() itself releases the partitions
+
+
+def gradients_for(engine: Any) -> Gradients | None:
+    """Return the gradients of a ZeRO-1/2 engine, or None if it is something else."""
+    optimizer = engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return None
+    return Stage2Gradients(engine) if optimizer.partition_gradients else Stage1Gradients(engine)
+
+
+def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    gradients = attached(optimizer)
+    if isinstance(gradients, Stage1Gradients):
+        gradients.reduce()
+    return wrapped(*args, **kwargs)
+
+
+def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if attached(optimizer) is not None and optimizer.use_grad_accum_attribute:
+        (param,) = args
+        return param.grad_accum
+    return wrapped(*args, **kwargs)
+
+
+def _wrap_get_all_grad_tensors(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    tensors = wrapped(*args, **kwargs)
+    if attached(optimizer) is None:
+        return tensors
+    return [t.to(optimizer.gradient_accumulation_dtype) for t in tensors]
+
+
+def patches() -> tuple[PatchSpec, ...]:
+    """The changes to the classes that this module handles."""
+    return (
+        PatchSpec(
+            DeepSpeedZeroOptimizer,
+            "reduce_gradients",
+            "stage 1 reduces once, at step(): parameters without a gradient contribute zeros, and "
+            "overlap_comm, whose hooks found no boundary, is flushed",
+            _wrap_reduce_gradients,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer,
+            "get_gradient_for_reduction",
+            "stage 1 with another accumulation dtype, up to 0.19.7: stock averages a converted "
+            "copy over ranks and updates each partition from its own rank's gradients",
+            _wrap_get_gradient_for_reduction,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer,
+            "get_all_grad_tensors",
+            "stage 2 up to 0.19.7 sums in the model's dtype even if data_types.grad_accum_dtype "
+            "says otherwise",
+            _wrap_get_all_grad_tensors,
+        ),
+    )
