@@ -1,0 +1,39 @@
+"""Own the optimizer-step boundary on stock DeepSpeed.
+
+    import ds_unmanaged_gas
+    ds_unmanaged_gas.enable()
+
+From then on an engine whose ds_config has ``"managed_gradient_accumulation": false`` accumulates on
+every ``backward()`` and applies exactly one optimizer update on every ``step()``. Importing this
+package imports neither torch nor DeepSpeed and changes nothing; ``enable()`` does.
+"""
+
+from .errors import (
+    BoundaryError,
+    EngineRetiredError,
+    PatchConflictError,
+    UnmanagedGasError,
+    UnsupportedConfigError,
+    UnsupportedDeepSpeedError,
+    WindowOpenError,
+)
+from .installer import Patch, Status, disable, enable, is_unmanaged, status
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BoundaryError",
+    "EngineRetiredError",
+    "Patch",
+    "PatchConflictError",
+    "Status",
+    "UnmanagedGasError",
+    "UnsupportedConfigError",
+    "UnsupportedDeepSpeedError",
+    "WindowOpenError",
+    "__version__",
+    "disable",
+    "enable",
+    "is_unmanaged",
+    "status",
+]
