@@ -1,0 +1,133 @@
+"""Builds engines and drives them; runs inside the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_fp32_param
+
+from .model import LEARNING_RATE, Heads, Weights, Window, tensors
+
+STAGES = [0, 1, 2, 3]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_config(
+    *,
+    stage: int,
+    dtype: str = "fp32",
+    accum_dtype: str | None = None,
+    gas: int = 1,
+    unmanaged: bool = True,
+    zero: dict[str, Any] | None = None,
+    **top_level: Any,
+) -> dict[str, Any]:
+    """A ds_config for the exact tests. fp16 uses a static loss scale of 16."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": gas,
+        # Defaults to 1.0 from DeepSpeed 0.19.3, to off before.
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 1000,
+            "stage3_param_persistence_threshold": 0,
+            **(zero or {}),
+        },
+        **top_level,
+    }
+    if unmanaged:
+        config["managed_gradient_accumulation"] = False
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 16}
+    if accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": accum_dtype}
+    return config
+
+
+def make_engine(
+    config: dict[str, Any], *, model: Any = None, optimizer: Any = None, **kwargs: Any
+) -> Any:
+    """deepspeed.initialize() with SGD on Heads, unless told otherwise."""
+    model = model or Heads()
+    make_optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=LEARNING_RATE))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=make_optimizer(parameters), config=config, **kwargs
+    )
+    _detach_flat_weights(engine)
+    return engine
+
+
+def _detach_flat_weights(engine: Any) -> None:
+    """gloo only: in 0.18.7-0.18.9 the flat weights of ZeRO-1/2 carry autograd history, and gloo's
+    in-place all-gather fails on them, in managed mode as well."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        flat = engine.optimizer.bit16_groups_flat
+        flat[:] = [tensor.detach() for tensor in flat]
+
+
+def batch_for(engine: Any, micro_batch: Any) -> Any:
+    dtype = next(engine.module.parameters()).dtype
+    return tensors(micro_batch, deepspeed.comm.get_rank(), dtype, engine.device)
+
+
+def forward(engine: Any, micro_batch: Any) -> Any:
+    """The loss of a micro-batch; with no head at all, a zero loss that reaches every parameter."""
+    if micro_batch:
+        return engine(batch_for(engine, micro_batch))
+    return engine(batch_for(engine, {"a": 0, "b": 0})) * 0.0
+
+
+def run_window(engine: Any, window: Window, **backward: Any) -> None:
+    for micro_batch in window:
+        engine.backward(forward(engine, micro_batch), **backward)
+    engine.step()
+
+
+def full_weights(engine: Any) -> Weights:
+    """The weights that the optimizer updates, in fp32. Collective on every stage but 0."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        masters = {
+            lp: hp
+            for lps, hps in zip(optimizer.fp16_groups, optimizer.fp32_groups)
+            for lp, hp in zip(lps, hps)
+        }
+        return {n: masters[p].tolist() for n, p in engine.module.named_parameters()}
+    if engine.zero_optimization_stage() < 3 and not isinstance(optimizer, BF16_Optimizer):
+        parameters = dict(engine.module.named_parameters())
+        if all(p.dtype == torch.float32 for p in parameters.values()):
+            return {name: p.tolist() for name, p in parameters.items()}
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            weights[name] = safe_get_full_fp32_param(parameter).tolist()
+    return weights
+
+
+def train(
+    windows_by_rank: Sequence[Sequence[Window]],
+    config: dict[str, Any],
+    *,
+    backward: dict[str, Any] | None = None,
+) -> list[Weights]:
+    """Train on this rank's windows. Returns the weights after each."""
+    engine = make_engine(config)
+    history = []
+    for window in windows_by_rank[deepspeed.comm.get_rank()]:
+        run_window(engine, window, **({"scale_wrt_gas": False} | (backward or {})))
+        history.append(full_weights(engine))
+    engine.destroy()
+    return history
