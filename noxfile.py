@@ -59,7 +59,7 @@ def deepspeed_folder(session: nox.Session, python: str, release: str) -> str:
     """The folder that holds this DeepSpeed release, which is unpacked on first use."""
     folder = CACHE / f"deepspeed-{release}"
     if not folder.exists():
-        unfinished = folder.with_suffix(".unfinished")
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         requirement = f"deepspeed=={release}"
         arguments = ["--quiet", "--no-deps", "--target", str(unfinished), requirement]

@@ -97,10 +97,3 @@ def _against_zero(zero: Any) -> Iterator[str]:
             "MiCS: the all-reduce between its replicas runs only at boundaries it counts itself; "
             'remove "zero_optimization.mics_shard_size"'
         )
-    for name in ("offload_optimizer", "offload_param"):
-        device = getattr(getattr(zero, name, None), "device", "none")
-        if getattr(device, "value", device) != "none":
-            yield (
-                f'offload: this version does not handle "zero_optimization.{name}" yet; '
-                'set its "device" to "none"'
-            )

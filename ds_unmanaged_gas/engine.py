@@ -199,6 +199,8 @@ class UnmanagedEngine:
                 "rank. The optimizer update and the learning rate schedule go on. "
                 "This is said once per engine."
             )
+        if window.state is WindowState.EMPTY:
+            _prime_grad_scalers(engine)
         # See [Note: I1, the boundary is step()]
         try:
             self._reduce_late_phases(engine)
@@ -243,6 +245,14 @@ class UnmanagedEngine:
         elif norm_divisor != 1.0:
             engine._global_grad_norm = engine._global_grad_norm / norm_divisor
         return result
+
+
+def _prime_grad_scalers(engine: Any) -> None:
+    """Let fp16 autocast step without a loss: its GradScalers start up with the first one."""
+    of_optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    for scaler in (engine.torch_autocast_z0_gradscaler, of_optimizer):
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=engine.device))
 
 
 def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:

@@ -14,12 +14,29 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary
 from .gradients import Gradients
+from .offload import HostSums, all_finite, keep_alive
 from .patching import PatchSpec
 from .window import attached
 
 
 class Stage1Gradients(Gradients):
     """Full local gradients: ``param.grad``, or ``param.grad_accum`` in another dtype."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        # Only for ignore_unused_parameters: false with offload. See finalize().
+        self._unused: list[int] = []
+        # Up to 0.18.9 a value above 1 makes stock code keep a copy of what it offloads, for the
+        # backwards to come. There are none after this reduction.
+        self.optimizer.gradient_accumulation_steps = 1
+
+    def finalize(self) -> None:
+        """Reduce. Collective: one all-reduce per bucket on the data-parallel group."""
+        super().finalize()
+        for param_id in self._unused:
+            # Without a norm stock step() complains about them, as it should.
+            self.optimizer.norm_for_param_grads.pop(param_id, None)
+        self._unused.clear()
 
     def reduce(self) -> None:
         """Put what stock reduce_gradients() needs in place, on every rank alike.
@@ -30,12 +47,17 @@ class Stage1Gradients(Gradients):
         # The buckets exist if a gradient hook ran in this window; a rank without any backward has
         # none. Does nothing where they exist.
         optimizer.setup_buckets()
+        # With offload stock code adds to host copies of earlier backwards unless this is 0.
+        optimizer.micro_step_id = 0
+        reports_unused = optimizer.cpu_offload and not optimizer.ignore_unused_parameters
         for index, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 # See [Note: I2, per-parameter participation]. Zeros also keep ranks in step that
                 # used different parameters: each fills the same buckets in the same order.
                 if param.requires_grad and optimizer.get_gradient_for_reduction(param) is None:
                     self._set_zero_gradient(param)
+                    if reports_unused:
+                        self._unused.append(optimizer.get_param_id(param))
                 # With overlap_comm stock code reduces from the hooks of a boundary backward, and
                 # reduce_gradients() does not repeat it. There was no such backward.
                 if (
@@ -94,12 +116,73 @@ class Stage2Gradients(Gradients):
         pass  # step() itself releases the partitions
 
 
+class Stage2OffloadGradients(Stage2Gradients):
+    """Partitions summed on the host: the optimizer's gradient buffer and, from a parameter's second
+    backward in a window on, a buffer in the accumulation dtype if that is another one."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        dtype = self.optimizer.gradient_accumulation_dtype
+        self._sums = HostSums(dtype, self._target, self._spare)
+        self._spares: dict[int, torch.Tensor] = {}
+
+    def copy(self, stock_copy: Any, param: Any, args: Any) -> None:
+        """Take the averaged gradient of a parameter that this rank owns a part of."""
+        optimizer = self.optimizer
+        param_id = optimizer.get_param_id(param)
+        group, source_offset, _, length = optimizer.grad_position[param_id]
+        # 0.19.8 sums on the device if a 16-bit model accumulates in fp32, and copies at the end.
+        is_compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+        if is_compact is not None and is_compact(group):
+            stock_copy(param, *args)
+            self._sums.mark(param_id)
+            return
+        full: torch.Tensor = optimizer.get_param_gradient_attribute(param)
+        owned = full.detach().view(-1).narrow(0, source_offset, length)
+        optimizer.norm_for_param_grads[param_id] = self._sums.add(param_id, owned)
+        keep_alive(full)
+        optimizer.clear_grad_attribute(param)
+
+    def _target(self, param_id: int) -> torch.Tensor:
+        group, _, offset, length = self.optimizer.grad_position[param_id]
+        flat: torch.Tensor = self.optimizer.single_partition_of_fp32_groups[group].grad
+        return flat.view(-1).narrow(0, offset, length)
+
+    def _spare(self, param_id: int) -> torch.Tensor:
+        if param_id not in self._spares:
+            *_, length = self.optimizer.grad_position[param_id]
+            dtype = self.optimizer.gradient_accumulation_dtype
+            spare = torch.empty(length, dtype=dtype, device=self.optimizer.device)
+            if self.optimizer.cpu_offload_pin_memory:
+                spare = get_accelerator().pin_memory(spare)
+            self._spares[param_id] = spare
+        return self._spares[param_id]
+
+    def finalize(self) -> None:
+        """Complete the optimizer's gradient buffer and the overflow flag. No collective."""
+        optimizer = self.optimizer
+        mirror_boundary(optimizer, True)
+        native = getattr(optimizer, "finalize_gradient_accumulation_boundary", None)
+        if native is not None:
+            native()  # hands over what copy() left to stock code
+        self._sums.finalize()
+        norms = optimizer.norm_for_param_grads
+        if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
+            for param_id in self._sums.seen():
+                optimizer.update_offload_overflow_tracker(self._target(param_id))
+
+    def close(self) -> None:
+        self._sums.forget()
+
+
 def gradients_for(engine: Any) -> Gradients | None:
     """Return the gradients of a ZeRO-1/2 engine, or None if it is something else."""
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return None
-    return Stage2Gradients(engine) if optimizer.partition_gradients else Stage1Gradients(engine)
+    if not optimizer.partition_gradients:
+        return Stage1Gradients(engine)
+    return Stage2OffloadGradients(engine) if optimizer.cpu_offload else Stage2Gradients(engine)
 
 
 def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -107,6 +190,13 @@ def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any)
     if isinstance(gradients, Stage1Gradients):
         gradients.reduce()
     return wrapped(*args, **kwargs)
+
+
+def _wrap_copy_grads_in_partition(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    gradients = attached(optimizer)
+    if not isinstance(gradients, Stage2OffloadGradients):
+        return wrapped(*args, **kwargs)
+    return gradients.copy(wrapped, args[0], args[1:])
 
 
 def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -132,6 +222,13 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 reduces once, at step(): parameters without a gradient contribute zeros, and "
             "overlap_comm, whose hooks found no boundary, is flushed",
             _wrap_reduce_gradients,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer,
+            "copy_grads_in_partition",
+            "stage 2 with offload: stock decides by global counters whether to keep, add or hand "
+            "over, loses micro-batches up to 0.18.9, and never clears what an earlier window left",
+            _wrap_copy_grads_in_partition,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,

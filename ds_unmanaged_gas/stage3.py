@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from .compat import mirror_boundary
 from .gradients import Gradients
+from .offload import HostSums, all_finite, keep_alive
 from .patching import PatchSpec
 from .window import attached
 
@@ -85,26 +86,40 @@ class Stage3Gradients(Gradients):
         # See [Note: I2, per-parameter participation]
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
-        # The buffer is written on this stream everywhere else; stay in its order.
-        stream = optimizer.reduce_and_partition_stream
         absent = self._dirty - self._seen
-        if absent:
-            with get_accelerator().stream(stream):
-                for param in (self._params[ds_id] for ds_id in sorted(absent)):
-                    zeros = torch.zeros(
-                        param.partition_numel(), dtype=param.dtype, device=param.device
-                    )
-                    optimizer.partition_grads([param], [zeros])
-            if not get_accelerator().resolves_data_dependency():
-                stream.synchronize()
-            # The replay went through partition() as a contribution; it is none.
-            self._seen -= absent
-            self._dirty -= absent
+        with self._on_stream():
+            self._replay(sorted(absent))
+        # The replay went through partition() as a contribution; it is none.
+        self._seen -= absent
+        self._dirty -= absent
         if any(
             optimizer.averaged_gradients.get(i) is None for i in range(len(optimizer.fp16_groups))
         ):
             # No backward in this window, so nothing listed the partitions for step().
             optimizer.independent_gradient_partition_epilogue()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Stay in the order of the stream that writes the partition buffer everywhere else."""
+        stream = self.optimizer.reduce_and_partition_stream
+        with get_accelerator().stream(stream):
+            yield
+        if not get_accelerator().resolves_data_dependency():
+            stream.synchronize()
+
+    def _replay(self, ds_ids: list[int]) -> None:
+        """Contribute zero gradients of these parameters."""
+        params = [self._params[ds_id] for ds_id in ds_ids]
+        zeros = [
+            torch.zeros(
+                p.partition_numel(),
+                dtype=self.optimizer.gradient_accumulation_dtype,
+                device=get_accelerator().current_device_name(),
+            )
+            for p in params
+        ]
+        if params:
+            self.optimizer.partition_grads(params, zeros)
 
     def close(self) -> None:
         self.forget()
@@ -115,10 +130,83 @@ class Stage3Gradients(Gradients):
         self._seen.clear()
 
 
+class Stage3OffloadGradients(Stage3Gradients):
+    """Partitions summed on the host, in the optimizer's gradient buffer; the stock partition buffer
+    serves from a parameter's second backward in a window on, if its dtype differs.
+
+    A sub-group whose optimizer states live on NVMe has no gradient buffer to sum in: there the
+    stock partition buffer is used throughout, and stock code writes it out at step().
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        dtype = self.optimizer.gradient_accumulation_dtype
+        self._sums = HostSums(dtype, self._target, self._spare)
+
+    def partition(self, wrapped: Any, params: Any, partitions: Any) -> list[torch.Tensor]:
+        """Take each parameter's averaged partition."""
+        on_nvme: list[tuple[Any, torch.Tensor]] = []
+        for param, grad in zip(params, partitions):
+            if self._is_on_nvme(param):
+                on_nvme.append((param, grad))
+                continue
+            if grad.numel() > 0:  # else this rank's part of the parameter is padding only
+                norm_id = self.optimizer.get_param_id(param)
+                norm = self._sums.add(param.ds_id, grad)
+                self.optimizer.norm_for_param_grads[norm_id] = norm
+            if param.grad is not None:
+                keep_alive(param.grad)
+            param.grad = None
+        if on_nvme:
+            super().partition(wrapped, [p for p, _ in on_nvme], [g for _, g in on_nvme])
+        return []  # the buffers are for MiCS, which is refused
+
+    def _is_on_nvme(self, param: Any) -> bool:
+        sub_group, _, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+        return bool(self.optimizer._swappable_optimizer_subgroup(sub_group))
+
+    def _target(self, ds_id: int) -> torch.Tensor:
+        param = self._params[ds_id]
+        position = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+        sub_group, offset, length = position
+        flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[sub_group].grad
+        return flat.narrow(0, offset, length)
+
+    def _spare(self, ds_id: int) -> torch.Tensor:
+        partitions = self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        spare: torch.Tensor = partitions[ds_id]
+        return spare
+
+    def finalize(self) -> None:
+        """Complete the optimizer's gradient buffers and the overflow flag. No collective."""
+        optimizer = self.optimizer
+        mirror_boundary(optimizer, True)
+        # One more backward with zero gradients, at the boundary: stock code then does all that it
+        # does there with NVMe. It overwrites what an earlier window left of absent parameters.
+        with self._on_stream():
+            self._replay(sorted(self._seen | self._dirty))
+        self._dirty.clear()
+        self._sums.finalize()
+        norms = optimizer.norm_for_param_grads
+        keys = [self.optimizer.get_param_id(self._params[ds_id]) for ds_id in self._sums.seen()]
+        if not all_finite([norms[key] for key in keys]):
+            optimizer.inf_or_nan_tracker.fill_(True)
+            for ds_id in self._sums.in_spare():
+                # Stock code searches this buffer for overflows in every step.
+                self._spare(ds_id).zero_()
+
+    def forget(self) -> None:
+        super().forget()
+        self._sums.forget()
+
+
 def gradients_for(engine: Any) -> Gradients | None:
     """Return the gradients of a ZeRO-3 engine, or None if it is something else."""
-    if type(engine.optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+    optimizer = engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
         return None
+    if optimizer.offload_optimizer:
+        return Stage3OffloadGradients(engine)
     return Stage3Gradients(engine)
 
 

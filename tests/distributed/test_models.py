@@ -222,6 +222,30 @@ def test_torch_autocast_equals_managed_mode(ranks: RankPool, stage: int, dtype: 
     assert results[0][0] == results[0][1]
 
 
+def autocast_empty_steps(config: dict[str, Any]) -> list[bool]:
+    """step() first of all on both ranks, then on rank 1 only where ranks may differ."""
+    import deepspeed
+
+    engine = make_engine(config, model=Mlp())
+    engine.step()
+    applied = [engine.was_step_applied()]
+    stage = config["zero_optimization"]["stage"]
+    before = full_weights(engine)
+    for _ in range(16):  # the scale starts at 65536 and is halved by each overflow
+        if stage > 1 or deepspeed.comm.get_rank() == 0:
+            engine.backward(engine(data(0, 0, 0).to(engine.device)))
+        engine.step()
+    applied.append(full_weights(engine) != before)
+    engine.destroy()
+    return applied
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_empty_step_with_fp16_autocast(ranks: RankPool, stage: int) -> None:
+    config = make_config(stage=stage, torch_autocast={"enabled": True, "dtype": "float16"})
+    assert ranks.run(autocast_empty_steps, config=config) == [[True, True], [True, True]]
+
+
 def moe_run(config: dict[str, Any], gas: int) -> list[dict[str, Any]]:
     import deepspeed
     from deepspeed.moe.layer import MoE

@@ -116,6 +116,8 @@ def _run(function: Any, kwargs: dict[str, Any], *, plugin: bool) -> Any:
     import ds_unmanaged_gas
 
     gc.collect()  # the last task's engines
+    # Once an engine used torch_autocast, DeepSpeed treats all later ones of the process alike.
+    importlib.import_module("deepspeed.runtime.torch_autocast").TORCH_AUTOCAST_INITIALIZED = False
     if plugin:
         ds_unmanaged_gas.enable()
     else:

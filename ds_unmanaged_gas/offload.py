@@ -1,0 +1,108 @@
+"""Gradients of an offloaded optimizer: one window's sums, kept where the optimizer reads them.
+
+Shared by the stage 2 and stage 3 paths. Stage 1 needs none of it: it reduces once, at step().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+Place = Callable[[int], torch.Tensor]
+"""Parameter key -> this rank's flat part of a buffer."""
+
+
+class HostSums:
+    """Sums one window's gradient partitions in host memory, per parameter.
+
+    [Note: where an offloaded gradient waits]
+    The optimizer owns a persistent gradient buffer on the host that its step reads (the ``target``:
+    fp32 unless low-precision masters are configured). A parameter's first contribution goes there
+    at once, so a window of one backward costs one copy and no other buffer. A later one is added on
+    the device, in the accumulation dtype, and goes back to the target if that is its dtype, else to
+    a ``spare`` of that dtype, from which finalize() fills the target. Nothing clears either between
+    windows; what decides is what this window has seen of each parameter.
+    See [Note: I2, per-parameter participation].
+    """
+
+    def __init__(self, dtype: torch.dtype, target: Place, spare: Place) -> None:
+        self._dtype = dtype
+        self._target = target
+        self._spare = spare
+        # Contributed in this window. Cleared by forget().
+        self._seen: set[int] = set()
+        # Of these, the ones whose sum is in the spare. Cleared by forget().
+        self._in_spare: set[int] = set()
+        # Contributed in an earlier window, and their target was not zeroed since.
+        self._dirty: set[int] = set()
+
+    def add(self, key: int, grad: torch.Tensor) -> torch.Tensor:
+        """Add one contribution, flat, as long as the target or shorter. Returns the 2-norm of the
+        sum so far, a 0-dim tensor on the gradient's device. Does not wait for the copies."""
+        target = self._target(key).narrow(0, 0, grad.numel())
+        total = grad
+        if key not in self._seen:
+            target.copy_(grad, non_blocking=True)
+        else:
+            held = target
+            if key in self._in_spare:
+                held = self._spare(key).narrow(0, 0, grad.numel())
+            # The held tensor itself if it is in this dtype and on the device already.
+            total = held.to(grad.device, self._dtype, non_blocking=True)
+            total.add_(grad)
+            if target.dtype != self._dtype and key not in self._in_spare:
+                held = self._spare(key).narrow(0, 0, grad.numel())
+                self._in_spare.add(key)
+            if total is not held:
+                held.copy_(total, non_blocking=True)
+        self._seen.add(key)
+        norm: torch.Tensor = torch.linalg.vector_norm(total, dtype=_norm_dtype())
+        return norm
+
+    def mark(self, key: int) -> None:
+        """Note a contribution that stock code keeps, and hands over itself."""
+        self._seen.add(key)
+
+    def finalize(self) -> None:
+        """Make every target this window's sum: from its spare, or zero where there was no
+        contribution. Host work only, after waiting for the copies to the host."""
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()
+        for key in self._in_spare:
+            self._target(key).copy_(self._spare(key))
+        for key in self._dirty - self._seen:
+            self._target(key).zero_()
+        self._dirty.clear()
+
+    def seen(self) -> tuple[int, ...]:
+        """The parameters that contributed, in no order."""
+        return tuple(self._seen)
+
+    def in_spare(self) -> tuple[int, ...]:
+        """The parameters whose sum is in the spare."""
+        return tuple(self._in_spare)
+
+    def forget(self) -> None:
+        """Drop the window: whatever comes next is a first contribution."""
+        self._dirty |= self._seen
+        self._seen.clear()
+        self._in_spare.clear()
+
+
+def all_finite(norms: list[torch.Tensor]) -> bool:
+    """Whether all gradients with these norms are finite. One wait for the device."""
+    return not norms or bool(torch.stack(norms).isfinite().all())
+
+
+def keep_alive(grad: torch.Tensor) -> None:
+    """Let the allocator reuse a gradient only after the copies that this stream was given."""
+    if not get_accelerator().is_synchronized_device():
+        grad.record_stream(get_accelerator().current_stream())
+
+
+def _norm_dtype() -> torch.dtype:
+    # As stock code takes the norms of offloaded gradients; up to 0.18 it did not ask.
+    has_fp64 = getattr(get_accelerator(), "is_fp64_supported", lambda: True)
+    return torch.float64 if has_fp64() else torch.float32
