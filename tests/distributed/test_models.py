@@ -187,7 +187,8 @@ def test_model_by_other_calls(ranks: RankPool, stage: int, model: str, style: st
 
 
 SMALL = 1e-3
-"""Keeps fp16 gradients finite at the loss scale of 65536 that a GradScaler starts with."""
+"""Keeps fp16 gradients finite at the loss scale of 65536 that a GradScaler starts with. The loss
+itself has to be fp32 for that: 65536 is no fp16 number."""
 
 
 def autocast_run(config: dict[str, Any], gas: int) -> list[dict[str, Any]]:
@@ -199,7 +200,7 @@ def autocast_run(config: dict[str, Any], gas: int) -> list[dict[str, Any]]:
     initial = full_weights(engine)
     for window in range(3):
         for micro in range(gas):
-            engine.backward(engine(data(window, micro, rank).to(engine.device)) * SMALL)
+            engine.backward(engine(data(window, micro, rank).to(engine.device)).float() * SMALL)
             if config.get("managed_gradient_accumulation", True):
                 engine.step()
         if not config.get("managed_gradient_accumulation", True):
@@ -238,7 +239,7 @@ def autocast_empty_steps(config: dict[str, Any]) -> list[bool]:
     stage = config["zero_optimization"]["stage"]
     before = full_weights(engine)
     if stage > 1 or deepspeed.comm.get_rank() == 0:
-        engine.backward(engine(data(0, 0, 0).to(engine.device)) * SMALL)
+        engine.backward(engine(data(0, 0, 0).to(engine.device)).float() * SMALL)
     engine.step()
     applied.append(full_weights(engine) != before)
     engine.destroy()
