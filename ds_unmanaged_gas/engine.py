@@ -352,6 +352,16 @@ def _wrap_no_sync(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+def _wrap_offload_states(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and state.window.state is not WindowState.EMPTY:
+        raise WindowOpenError(
+            f"offload_states() would drop the gradients of {state.window.num_backwards} backwards "
+            "that no step() has applied; call step() first"
+        )
+    return wrapped(*args, **kwargs)
+
+
 def _wrap_avg_samples_per_sec(wrapped: Any, timer: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(timer)
     if state is None or timer.total_elapsed_time == 0:
@@ -383,6 +393,11 @@ def patches() -> tuple[PatchSpec, ...]:
                 "set_gradient_accumulation_boundary",
                 "step() is the boundary; call step() when the window is complete",
             ),
+        ),
+        on_engine(
+            "offload_states",
+            "refused in an open window, whose gradients it would drop",
+            _wrap_offload_states,
         ),
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(

@@ -14,7 +14,7 @@ class PatchConflictError(UnmanagedGasError):
 
 
 class WindowOpenError(UnmanagedGasError):
-    """The patches can't come off while an engine holds gradients that no step() has applied."""
+    """A call would lose gradients that no step() has applied."""
 
 
 class EngineRetiredError(UnmanagedGasError):

@@ -74,7 +74,7 @@ class Stage1Gradients(Gradients):
             param.grad = torch.zeros_like(param)
 
     def close(self) -> None:
-        pass  # step() itself clears the gradients
+        _release_averaged_gradients(self.optimizer)
 
 
 class Stage2Gradients(Gradients):
@@ -173,6 +173,14 @@ class Stage2OffloadGradients(Stage2Gradients):
 
     def close(self) -> None:
         self._sums.forget()
+        _release_averaged_gradients(self.optimizer)
+
+
+def _release_averaged_gradients(optimizer: Any) -> None:
+    """Drop what step() was given. It does so itself, but for 0.19.8 with offload after an overflow:
+    there the next windows would be added to it."""
+    for group in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[group] = None
 
 
 def gradients_for(engine: Any) -> Gradients | None:

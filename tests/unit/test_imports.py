@@ -26,14 +26,15 @@ MAY_IMPORT = {
     },
     "errors": set(),
     "gradients": {"patching", "window"},
+    "offload": set(),
     "installer": {"compat", "engine", "errors", "patching", "window"},
     "patching": {"errors"},
-    "stage1_2": {"compat", "gradients", "patching", "window"},
-    "stage3": {"compat", "gradients", "patching", "window"},
+    "stage1_2": {"compat", "gradients", "offload", "patching", "window"},
+    "stage3": {"compat", "gradients", "offload", "patching", "window"},
     "window": set(),
 }
 
-NEEDS_DEEPSPEED = {"engine", "gradients", "stage1_2", "stage3"}
+NEEDS_DEEPSPEED = {"engine", "gradients", "offload", "stage1_2", "stage3"}
 
 
 def relative_imports(module: str) -> set[str]:
