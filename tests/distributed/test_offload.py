@@ -354,7 +354,7 @@ def move_states(config: dict[str, Any]) -> dict[str, Any]:
                     report["refused"] = str(error)
         engine.step()
         report["weights"].append(full_weights(engine))
-        engine.offload_states()
+        engine.offload_states(pin_memory=False)  # up to 0.19.3 pinning needs a GPU
         engine.reload_states()
     engine.destroy()
     return report
