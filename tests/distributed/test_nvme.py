@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 from harness.pool import RankPool
+from harness.releases import DEEPSPEED
 from harness.training import make_config, make_engine
+from packaging.version import Version
 
-pytestmark = pytest.mark.skipif(
-    ctypes.util.find_library("aio") is None,
-    reason="DeepSpeed's async_io op needs libaio (Debian: libaio-dev)",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        ctypes.util.find_library("aio") is None,
+        reason="DeepSpeed's async_io op needs libaio (Debian: libaio-dev)",
+    ),
+    pytest.mark.skipif(
+        Version("0.19.4") > DEEPSPEED,
+        reason="stock DeepSpeed 0.18.4 and 0.19.3 abort while they build the engine, managed too: "
+        "deepspeed_py_io_handle.cpp, wait(), assertion _num_pending_ops > 0",
+    ),
+]
 
 # A partition of fewer bytes than this is not swapped.
 MIN_SWAPPED_BYTES = 2**20

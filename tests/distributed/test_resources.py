@@ -1,0 +1,207 @@
+"""I8: what a window costs, in counts: copies and their bytes, collectives, host buffers.
+
+Compared with stock managed mode with GAS = N and with the native mode on the same release. Counted
+on the CPU, where a copy between host and device is a copy like any other. Run with -s for a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness.pool import RankPool
+from harness.releases import DEEPSPEED
+from harness.training import make_config, make_engine
+from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIZE = 64
+COUNTS = [1, 2, 4, 8]
+COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.")
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of more than a few elements, in all threads' order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if str(func).startswith(COPIES) and isinstance(out, torch.Tensor) and out.numel() > 16:
+            self.number += 1
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
+class Collectives:
+    """Counts what DeepSpeed hands to torch.distributed, but for single numbers such as norms."""
+
+    METHODS = ("all_reduce", "reduce", "reduce_scatter_tensor")
+
+    def __init__(self) -> None:
+        import sys
+
+        self.backend: Any = sys.modules["deepspeed.comm.torch"].TorchBackend  # type: ignore[attr-defined]
+        self.number = 0
+        self.elements = 0
+
+    def __enter__(self) -> Collectives:  # noqa: PYI034
+        self.originals = {name: getattr(self.backend, name) for name in self.METHODS}
+        for name, original in self.originals.items():
+            setattr(self.backend, name, self._counted(original))
+        return self
+
+    def _counted(self, original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            elements = max(t.numel() for t in tensors)
+            if elements > 16:
+                self.number += 1
+                self.elements += elements
+            return original(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self.originals.items():
+            setattr(self.backend, name, original)
+
+
+def run_window(engine: Any, num_backwards: int, *, managed: bool) -> None:
+    x = torch.ones(2, SIZE, dtype=next(engine.module.parameters()).dtype, device=engine.device)
+    for _ in range(num_backwards):
+        engine.backward(engine(x) * 1.0, scale_wrt_gas=False)
+        if managed:
+            engine.step()
+    if not managed:
+        engine.step()
+
+
+def measure(config: dict[str, Any], num_backwards: int) -> dict[str, int]:
+    """One window after four warm-up windows."""
+    managed = config.get("managed_gradient_accumulation", True)
+    engine = make_engine(config, model=Layers())
+    for _ in range(4):
+        run_window(engine, num_backwards, managed=managed)
+    with Collectives() as collectives, Copies() as copies:
+        run_window(engine, num_backwards, managed=managed)
+    optimizer = engine.optimizer
+    gradients = getattr(optimizer, "_ds_unmanaged_gas", None)
+    held = [*getattr(optimizer, "accumulated_grads_in_cpu", {}).values()]
+    held += [*getattr(gradients, "_spares", {}).values()]
+    report = {
+        "copies": copies.number,
+        "copied bytes": copies.bytes,
+        "collectives": collectives.number,
+        "reduced elements": collectives.elements,
+        "host buffer bytes": sum(t.numel() * t.element_size() for t in held),
+    }
+    engine.destroy()
+    return report
+
+
+def measure_modes(
+    ranks: RankPool, stage: int, n: int, offload: bool, **options: Any
+) -> dict[str, dict[str, int]]:
+    """The counts of both ranks together, for the plugin, managed mode and native mode."""
+    zero: dict[str, Any] = {"reduce_bucket_size": 3 * SIZE * SIZE}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    modes = {"plugin": (True, True), "managed": (False, False)}
+    if Version("0.19.5") <= DEEPSPEED:
+        modes["native"] = (False, True)
+    results = {}
+    for mode, (plugin, unmanaged) in modes.items():
+        config = make_config(
+            stage=stage,
+            gas=n,
+            unmanaged=unmanaged,
+            zero=zero,
+            zero_force_ds_cpu_optimizer=False,
+            **options,
+        )
+        per_rank = ranks.run(measure, plugin=plugin, config=config, num_backwards=n)
+        results[mode] = {key: sum(r[key] for r in per_rank) for key in per_rank[0]}
+    return results
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["no-offload", "offload"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_window_costs_no_more_than_in_stock_modes(
+    ranks: RankPool, stage: int, dtype: str, offload: bool
+) -> None:
+    if stage == 0 and offload:
+        pytest.skip("DeepSpeed has no optimizer offload at stage 0")
+    accum = None if dtype == "fp32" else "bf16"
+    for n in COUNTS:
+        results = measure_modes(ranks, stage, n, offload, dtype=dtype, accum_dtype=accum)
+        ours = results["plugin"]
+        cells = [" / ".join(str(counts[key]) for counts in results.values()) for key in ours]
+        where = f"stage {stage}{' + offload' if offload else ''}, {dtype}"
+        print(f"\n| {DEEPSPEED} | {where} | {n} | " + " | ".join(cells) + " |", end="")
+        assert ours["collectives"] > 0
+        for mode, counts in results.items():
+            for key in ours:
+                assert ours[key] <= counts[key], (n, key, mode)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_lone_backward_with_offload_costs_one_copy_per_partition(
+    ranks: RankPool, stage: int, dtype: str
+) -> None:
+    """The gradient's own copies: those of offload over those of the same window without it would
+    mix in the optimizer's, so they are counted where they are made."""
+    accum = None if dtype == "fp32" else "bf16"
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    config = make_config(
+        stage=stage, dtype=dtype, accum_dtype=accum, zero=zero, zero_force_ds_cpu_optimizer=False
+    )
+    for rank in ranks.run(copies_of_lone_backwards, config=config):
+        # Four layers on two ranks: stage 2 gives each rank two whole ones, stage 3 half of each.
+        owned = 2 if stage == 2 else 4
+        assert rank["in backward"] == owned
+        assert rank["in finalize"] == 0
+        assert rank["spares"] == 0
+
+
+def copies_of_lone_backwards(config: dict[str, Any]) -> dict[str, int]:
+    """Copies into the optimizer's gradient buffers, and by finalize(), in a window of one."""
+    engine = make_engine(config, model=Layers())
+    gradients = engine.optimizer._ds_unmanaged_gas
+    report = {"in backward": 0, "in finalize": 0}
+    sums = gradients._sums
+    add, finalize = sums.add, gradients.finalize
+
+    def counting_add(*args: Any) -> Any:
+        with Copies() as copies:
+            result = add(*args)
+        report["in backward"] += copies.number
+        return result
+
+    def counting_finalize() -> None:
+        with Copies() as copies:
+            finalize()
+        report["in finalize"] += copies.number
+
+    for window in range(3):
+        if window == 2:  # after warm-up
+            sums.add, gradients.finalize = counting_add, counting_finalize
+        run_window(engine, 1, managed=False)
+    report["spares"] = len(getattr(gradients, "_spares", {}))
+    engine.destroy()
+    return report
