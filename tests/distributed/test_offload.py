@@ -193,7 +193,9 @@ def test_low_precision_masters_share_the_gradient_buffer(ranks: RankPool) -> Non
         windows = windows_of([AB], [A, AB], [B], [AB])
         config = offload_config(stage, dtype="bf16", accum_dtype="bf16")
         config["bf16"]["bf16_master_weights_and_grads"] = True
-        for rank in ranks.run(train_low_precision_masters, windows=windows, config=config):
+        for rank in ranks.run(
+            train_low_precision_masters, windows=windows, config=config, timeout=400
+        ):
             assert rank["buffers"] == 0
             assert rank["dtypes"] == ["torch.bfloat16"]
             # DeepSpeedCPUAdam is the only optimizer that DeepSpeed allows for it: compare with
