@@ -15,6 +15,7 @@ from .errors import (
     UnmanagedGasError,
     UnsupportedConfigError,
     UnsupportedDeepSpeedError,
+    WindowFailedError,
     WindowOpenError,
 )
 from .installer import Patch, Status, disable, enable, is_unmanaged, status
@@ -30,6 +31,7 @@ __all__ = [
     "UnmanagedGasError",
     "UnsupportedConfigError",
     "UnsupportedDeepSpeedError",
+    "WindowFailedError",
     "WindowOpenError",
     "__version__",
     "disable",

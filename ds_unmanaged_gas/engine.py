@@ -120,6 +120,7 @@ class UnmanagedEngine:
         """engine.backward(): accumulate this micro-batch. Returns the loss, divided by the
         configured GAS if ``scale_wrt_gas``."""
         self.require_enabled()
+        self.window.require_usable()
         if scale_wrt_gas and isinstance(loss, torch.Tensor):
             loss = loss / engine.gradient_accumulation_steps()
         stock_loss = self.gradients.scale_loss(loss) if isinstance(loss, torch.Tensor) else loss
@@ -129,6 +130,9 @@ class UnmanagedEngine:
             with self.stock(), self.gradients.backward(retain_graph=retain_graph):
                 # Scaled already: releases differ in which of their hooks honours this argument.
                 stock_backward(stock_loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        except BaseException as error:
+            self._abandon_backward(engine, error)
+            raise
         finally:
             self.is_in_backward = False
             if hasattr(engine, "_scale_wrt_gas"):
@@ -137,8 +141,20 @@ class UnmanagedEngine:
         self._end_backward(engine)
         return loss
 
+    def _abandon_backward(self, engine: Any, error: BaseException) -> None:
+        """Leave nothing half done that the next backward would trip over. Where gradients stay
+        local they are what plain PyTorch would have: those of the leaves that were reached."""
+        if self.gradients.reduces_in_backward:
+            self.window.fail("an exception in backward()", error)
+        if hasattr(engine, "_running_engine_backward"):  # up to 0.19.5 it stays set
+            engine._running_engine_backward = False
+        if hasattr(engine.optimizer, "_backward_active_depth"):
+            engine.optimizer._backward_active_depth = 0
+        self._reset_hook_state(engine)
+
     def begin_torch_style(self, engine: Any) -> None:
         """A loss.backward() reached an output of this engine."""
+        self.window.require_usable()
         if not self._is_torch_style_armed:
             self._reduce_late_phases(engine)
         self._is_torch_style_armed = True
@@ -151,20 +167,27 @@ class UnmanagedEngine:
 
     def end_torch_style(self, engine: Any) -> None:
         """The stock epilogue of a loss.backward() has run."""
-        # 0.18.4 runs it after each phase of a reentrant checkpoint, later releases once.
-        has_one_epilogue = hasattr(engine.optimizer, "queue_post_backward_callback")
-        if self._is_torch_style_armed or has_one_epilogue:
+        if self._is_torch_style_armed or self._has_one_epilogue(engine):
             self._end_backward(engine)
         self._is_torch_style_armed = False
+
+    @staticmethod
+    def _has_one_epilogue(engine: Any) -> bool:
+        """0.18.4 runs it after each phase of a reentrant checkpoint, later releases once."""
+        return hasattr(engine.optimizer, "queue_post_backward_callback")
 
     def _reduce_late_phases(self, engine: Any) -> None:
         """Reduce what the last loss.backward() left in the buckets.
 
         0.18.4 ends it after its first autograd phase. What a reentrant checkpoint computes in
         later ones would wait there for ever, or be counted twice. Collective on stages 2 and 3:
-        one reduction, if there was such a phase.
+        one reduction, if there was such a phase. On other releases it means that the backward did
+        not end.
         """
         if self._may_have_late_phases and self.gradients.is_reduction_pending():
+            if self._has_one_epilogue(engine):
+                self.window.fail("a loss.backward() that did not end", None)
+                self.window.require_usable()
             with self.stock():
                 engine.allreduce_gradients()
         self._may_have_late_phases = False
@@ -186,6 +209,7 @@ class UnmanagedEngine:
     def step(self, stock_step: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         """engine.step(): finalize the window and apply exactly one update."""
         self.require_enabled()
+        self.window.require_usable()
         if getattr(engine, "inside_no_sync_ctxt", False):
             raise BoundaryError(
                 "step() inside no_sync(): the gradients of this window would not be averaged over "
@@ -208,6 +232,9 @@ class UnmanagedEngine:
                 self.gradients.finalize()
                 self._time_step(engine)
                 result = stock_step(*args, **kwargs)
+        except BaseException as error:
+            window.fail("an exception in step()", error)
+            raise
         finally:
             if engine.optimizer is not None:
                 # Stays True in stock code until the next backward through engine.forward().
@@ -354,7 +381,7 @@ def _wrap_no_sync(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 def _wrap_offload_states(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
-    if state is not None and state.window.state is not WindowState.EMPTY:
+    if state is not None and state.window.state is WindowState.OPEN:
         raise WindowOpenError(
             f"offload_states() would drop the gradients of {state.window.num_backwards} backwards "
             "that no step() has applied; call step() first"
@@ -460,7 +487,7 @@ def require_no_open_window() -> None:
     """Raise WindowOpenError if a live engine holds gradients that no step() has applied."""
     for engine in _live_engines:
         state: UnmanagedEngine = attached(engine)
-        if state.window.state is not WindowState.EMPTY:
+        if state.window.state is WindowState.OPEN:
             raise WindowOpenError(
                 f"an engine holds an open window of {state.window.num_backwards} backwards; call "
                 "its step() before disable()"

@@ -17,6 +17,10 @@ class WindowOpenError(UnmanagedGasError):
     """A call would lose gradients that no step() has applied."""
 
 
+class WindowFailedError(UnmanagedGasError):
+    """An exception left the window half done; its gradients can't be completed or told apart."""
+
+
 class EngineRetiredError(UnmanagedGasError):
     """An engine built for unmanaged accumulation was used after ``disable()``."""
 

@@ -31,6 +31,9 @@ class Gradients:
     counter, no count of forwards.
     """
 
+    reduces_in_backward = False
+    """Whether an exception in backward() can leave a reduction half done."""
+
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer: Any = engine.optimizer

@@ -80,6 +80,8 @@ class Stage1Gradients(Gradients):
 class Stage2Gradients(Gradients):
     """This rank's partition of the averaged gradients, which stock code sums."""
 
+    reduces_in_backward = True
+
     def is_reduction_pending(self) -> bool:
         # Set when the first hook fills a bucket, cleared by the epilogue.
         return bool(self.optimizer.ready_for_gradients)

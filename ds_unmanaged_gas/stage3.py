@@ -32,6 +32,8 @@ class Stage3Gradients(Gradients):
     call from what this window has seen of each parameter.
     """
 
+    reduces_in_backward = True
+
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._params = {p.ds_id: p for group in self.optimizer.fp16_groups for p in group}

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .errors import WindowFailedError
+
 
 class WindowState(enum.Enum):
     """Whether gradients are waiting for step()."""
@@ -18,7 +20,10 @@ class WindowState(enum.Enum):
     """No backward() since the last step(). Left by record_backward()."""
 
     OPEN = enum.auto()
-    """Gradients are waiting for step(). Left by close()."""
+    """Gradients are waiting for step(). Left by close() and fail()."""
+
+    FAILED = enum.auto()
+    """An exception left it half done. Never left."""
 
 
 class AccumulationWindow:
@@ -33,10 +38,26 @@ class AccumulationWindow:
     def __init__(self) -> None:
         self.num_backwards = 0
         self.is_boundary = False
+        self._failure: str | None = None
+        self._cause: BaseException | None = None
 
     @property
     def state(self) -> WindowState:
+        if self._failure is not None:
+            return WindowState.FAILED
         return WindowState.OPEN if self.num_backwards else WindowState.EMPTY
+
+    def fail(self, what: str, cause: BaseException | None) -> None:
+        """Note that the window is half done: whatever is added or applied now would be wrong."""
+        self._failure, self._cause = what, cause
+
+    def require_usable(self) -> None:
+        """Raise WindowFailedError, caused by the original exception, after fail()."""
+        if self._failure is not None:
+            raise WindowFailedError(
+                f"{self._failure} left this window half done, and its gradients can't be told "
+                "apart any more; build a new engine and load a checkpoint"
+            ) from self._cause
 
     def record_backward(self) -> None:
         self.num_backwards += 1

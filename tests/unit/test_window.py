@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from ds_unmanaged_gas.errors import WindowFailedError
 from ds_unmanaged_gas.window import AccumulationWindow, WindowState, attach, attached
 
 
@@ -28,6 +29,18 @@ def test_boundary_is_false_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), window.boundary():
         raise ZeroDivisionError
     assert not window.is_boundary
+
+
+def test_failed_window_stays_failed_and_names_its_cause() -> None:
+    window = AccumulationWindow()
+    window.record_backward()
+    window.require_usable()
+    cause = MemoryError("out of memory")
+    window.fail("an exception in backward()", cause)
+    assert window.state is WindowState.FAILED
+    with pytest.raises(WindowFailedError, match=r"in backward\(\).*load a checkpoint") as caught:
+        window.require_usable()
+    assert caught.value.__cause__ is cause
 
 
 def test_state_belongs_to_its_owner_alone() -> None:
