@@ -15,6 +15,11 @@ from .errors import UnsupportedConfigError
 FLAG = "managed_gradient_accumulation"
 _BLOCK = "unmanaged_gradient_accumulation"
 
+AGAINST_MUON = (
+    "Muon: up to 0.19.7 ZeRO-3 orthogonalizes every micro-batch instead of their sum, and no stage "
+    "was verified with it; use another optimizer"
+)
+
 _COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
@@ -78,6 +83,8 @@ def _against_engine(ds_config: Any, is_pipeline: bool) -> Iterator[str]:
             f"optimizer {optimizer_name}: it communicates inside the optimizer, on gradients that "
             "were never averaged; use another optimizer"
         )
+    if "muon" in optimizer_name:
+        yield AGAINST_MUON
 
 
 def _against_zero(zero: Any) -> Iterator[str]:

@@ -65,16 +65,12 @@ class UnmanagedEngine:
         if found is None:
             raise UnsupportedConfigError(
                 f'"{config.FLAG}": false is not supported with optimizer '
-                f"{type(engine.optimizer).__qualname__}; use a torch optimizer, or one that "
-                "DeepSpeed builds from the ds_config, without the flag's exceptions"
+                f"{type(engine.optimizer).__qualname__}, whose gradients are not known here; use "
+                "ZeRO stages 0 to 3 as DeepSpeed builds them, or remove the flag"
             )
-        if getattr(engine.optimizer, "use_muon", False) and not hasattr(
-            engine.optimizer, "_apply_muon_to_accumulated_grads"
-        ):
+        if "muon" in type(engine.basic_optimizer).__name__.lower():  # the caller's own
             raise UnsupportedConfigError(
-                f'"{config.FLAG}": false is not supported with Muon on ZeRO stage 3 of this '
-                "DeepSpeed: it orthogonalizes every micro-batch instead of their sum; use stage 1 "
-                "or 2, or DeepSpeed 0.19.8"
+                f'"{config.FLAG}": false is not supported with {config.AGAINST_MUON}'
             )
         folding = getattr(engine, "_autoep_folding_spec", None)
         if folding is not None and folding.tp_size > 1:

@@ -37,6 +37,7 @@ REFUSED = {
     "SuperOffload": ds_config(zero={"offload_optimizer": SimpleNamespace(super_offload=True)}),
     "MiCS": ds_config(zero={"mics_shard_size": 2}),
     "eigenvalue": ds_config(eigenvalue_enabled=True),
+    "Muon": ds_config(optimizer_name="Muon"),
     "optimizer onebitadam": ds_config(optimizer_name="OneBitAdam"),
 }
 
