@@ -240,6 +240,15 @@ class UnmanagedEngine:
         window.close()
         return result
 
+    def discard(self, engine: Any) -> None:
+        """engine.zero_grad(): drop the open window. No collective."""
+        self.require_enabled()
+        self.window.require_usable()
+        self.gradients.discard()
+        self._is_torch_style_armed = self._may_have_late_phases = False
+        self._reset_hook_state(engine)
+        self.window.close()
+
     def num_samples(self, engine: Any) -> int:
         """Samples in this window, over all ranks."""
         per_backward = engine.train_batch_size() // engine.gradient_accumulation_steps()
@@ -311,6 +320,13 @@ def _wrap_take_model_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> 
     if state is None:
         return wrapped(*args, **kwargs)
     return state.take_model_step(wrapped, engine, args, kwargs)
+
+
+def _wrap_zero_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and not state.window.is_boundary:  # stock step() calls it too
+        state.discard(engine)
+    return wrapped(*args, **kwargs)
 
 
 def _wrap_destroy(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -416,6 +432,11 @@ def patches() -> tuple[PatchSpec, ...]:
                 "set_gradient_accumulation_boundary",
                 "step() is the boundary; call step() when the window is complete",
             ),
+        ),
+        on_engine(
+            "zero_grad",
+            "drops the open window; stock clears param.grad, where stages 2 and 3 keep nothing",
+            _wrap_zero_grad,
         ),
         on_engine(
             "offload_states",

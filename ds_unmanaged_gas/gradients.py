@@ -66,6 +66,12 @@ class Gradients:
         for param in self.engine.module.parameters():
             param.grad = None
 
+    def discard(self) -> None:
+        """Drop what the open window has summed, in every place where it is. No collective."""
+        if hasattr(self.optimizer, "zero_grad"):
+            self.optimizer.zero_grad()  # BF16_Optimizer: the fp32 sums as well
+        self.close()
+
     def measure_norm(self) -> torch.Tensor | None:
         """The global gradient norm, or None where the optimizer reports one itself. Called at the
         boundary, after finalize() and before clipping."""
@@ -129,6 +135,10 @@ class LossScaledGradients(Gradients):
             else:
                 self._sums[param] = param.grad.to(self._sum_dtype)
             param.grad = None
+
+    def discard(self) -> None:
+        self._sums.clear()
+        super().discard()
 
     def finalize(self) -> None:
         for param, total in self._sums.items():

@@ -115,7 +115,7 @@ class Stage2Gradients(Gradients):
             optimizer.all_grad_tensors[i] = None
 
     def close(self) -> None:
-        pass  # step() itself releases the partitions
+        _release_averaged_gradients(self.optimizer)
 
 
 class Stage2OffloadGradients(Stage2Gradients):
@@ -175,7 +175,13 @@ class Stage2OffloadGradients(Stage2Gradients):
 
     def close(self) -> None:
         self._sums.forget()
-        _release_averaged_gradients(self.optimizer)
+        super().close()
+
+    def discard(self) -> None:
+        self.optimizer.reset_cpu_buffers()  # norms and the overflow flag
+        if hasattr(self.optimizer, "_offload_accumulated_param_ids"):  # from 0.19.0
+            self.optimizer._offload_accumulated_param_ids = set()
+        super().discard()
 
 
 def _release_averaged_gradients(optimizer: Any) -> None:
@@ -183,6 +189,8 @@ def _release_averaged_gradients(optimizer: Any) -> None:
     there the next windows would be added to it."""
     for group in optimizer.averaged_gradients:
         optimizer.averaged_gradients[group] = None
+    for group in optimizer.all_grad_tensors:
+        optimizer.all_grad_tensors[group] = None
 
 
 def gradients_for(engine: Any) -> Gradients | None:

@@ -193,13 +193,21 @@ class Stage3OffloadGradients(Stage3Gradients):
         keys = [self.optimizer.get_param_id(self._params[ds_id]) for ds_id in self._sums.seen()]
         if not all_finite([norms[key] for key in keys]):
             optimizer.inf_or_nan_tracker.fill_(True)
-            for ds_id in self._sums.in_spare():
-                # Stock code searches this buffer for overflows in every step.
-                self._spare(ds_id).zero_()
+            self._clear_spares()
+
+    def _clear_spares(self) -> None:
+        """Leave no overflow in the buffer that stock code searches for them in every step."""
+        for ds_id in self._sums.in_spare():
+            self._spare(ds_id).zero_()
 
     def forget(self) -> None:
         super().forget()
         self._sums.forget()
+
+    def discard(self) -> None:
+        self.optimizer.reset_cpu_buffers()  # the norms
+        self._clear_spares()
+        super().discard()
 
 
 def gradients_for(engine: Any) -> Gradients | None:
