@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
 
 import deepspeed
 import torch
