@@ -27,9 +27,8 @@ class Release:
     era: str
 
 
-def check_version(version: str) -> Version:
-    """Return the parsed version. Raises UnsupportedDeepSpeedError below the supported range, warns
-    above what was tested."""
+def check_version(version: str) -> None:
+    """Raise UnsupportedDeepSpeedError below the supported range, warn above what was tested."""
     remedy = f'install one with: pip install "deepspeed>={_OLDEST},<={_NEWEST_TESTED}"'
     try:
         # A local build suffix (0.19.8+cu128) says nothing about the source.
@@ -51,7 +50,6 @@ def check_version(version: str) -> Version:
             "but what they do may have changed",
             stacklevel=3,
         )
-    return parsed
 
 
 def describe(version: str, engine_class: type) -> Release:

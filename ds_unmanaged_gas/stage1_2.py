@@ -86,14 +86,18 @@ class Stage2Gradients(Gradients):
         # Set when the first hook fills a bucket, cleared by the epilogue.
         return bool(self.optimizer.ready_for_gradients)
 
+    def _is_compact(self, group: int) -> bool:
+        """Whether stock code sums this group itself, in one flat device buffer, and hands it over
+        at the end: 0.19.8, if a 16-bit model accumulates in fp32."""
+        probe = getattr(self.optimizer, "_use_compact_grad_partition_buffer", None)
+        return probe is not None and bool(probe(group))
+
     def finalize(self) -> None:
         """Assemble the flat partitions that step() reads. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
-        # 0.19.8 sums into one flat buffer per group if a 16-bit model accumulates in fp32.
-        is_compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _group: False)
         for i, params in enumerate(optimizer.params_in_partition):
-            if not is_compact(i) and optimizer.all_grad_tensors.get(i) is None:
+            if not self._is_compact(i) and optimizer.all_grad_tensors.get(i) is None:
                 # No backward in this window: gradients are None everywhere, which reads as zeros.
                 optimizer.all_grad_tensors[i] = optimizer.get_all_grad_tensors(
                     params, optimizer.gradient_accumulation_dtype
@@ -133,9 +137,7 @@ class Stage2OffloadGradients(Stage2Gradients):
         optimizer = self.optimizer
         param_id = optimizer.get_param_id(param)
         group, source_offset, _, length = optimizer.grad_position[param_id]
-        # 0.19.8 sums on the device if a 16-bit model accumulates in fp32, and copies at the end.
-        is_compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
-        if is_compact is not None and is_compact(group):
+        if self._is_compact(group):
             stock_copy(param, *args)
             self._sums.mark(param_id)
             return
@@ -185,8 +187,8 @@ class Stage2OffloadGradients(Stage2Gradients):
 
 
 def _release_averaged_gradients(optimizer: Any) -> None:
-    """Drop what step() was given. It does so itself, but for 0.19.8 with offload after an overflow:
-    there the next windows would be added to it."""
+    """Drop the window's sums. Stock step() does so itself, but for 0.19.8 with offload after an
+    overflow: there the next windows would be added to them."""
     for group in optimizer.averaged_gradients:
         optimizer.averaged_gradients[group] = None
     for group in optimizer.all_grad_tensors:

@@ -19,6 +19,7 @@ from harness.training import (
     make_config,
     make_engine,
     train,
+    train_managed,
 )
 from packaging.version import Version
 
@@ -35,23 +36,9 @@ def windows_of(*windows: list[tuple[str, ...]]) -> list[list[dict[str, int]]]:
     return [[dict.fromkeys(heads, seed) for heads, seed in zip(w, seeds)] for w in windows]
 
 
-def managed(windows: Any, config: dict[str, Any]) -> list[Weights]:
-    """The stock loop: step() after every backward. All windows have GAS micro-batches."""
-    engine = make_engine(config)
-    history = []
-    for window in windows:
-        for micro_batch in window:
-            # Not the module's own output: see the control on scale_wrt_gas.
-            engine.backward(forward(engine, micro_batch) * 1.0, scale_wrt_gas=False)
-            engine.step()
-        history.append(full_weights(engine))
-    engine.destroy()
-    return history
-
-
 def is_right(ranks: RankPool, windows: Any, **options: Any) -> bool:
     config = make_config(gas=len(windows[0]), unmanaged=False, **options)
-    results = ranks.run(managed, plugin=False, windows=windows, config=config)
+    results = ranks.run(train_managed, plugin=False, windows=windows, config=config)
     return results == [reference(same_on_all_ranks(windows))] * 2
 
 

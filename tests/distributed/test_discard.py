@@ -8,7 +8,7 @@ import pytest
 from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool
 from harness.releases import skip_if_stock_rejects
-from harness.training import STAGES, forward, full_weights, make_config, make_engine
+from harness.training import STAGES, forward, full_weights, make_config, make_engine, offload_config
 
 AB = {"a": 1, "b": 1}
 
@@ -51,14 +51,8 @@ def test_dropped_window(
     if stage == 0 and offload:
         pytest.skip("DeepSpeed has no optimizer offload at stage 0")
     skip_if_stock_rejects(stage, dtype, accum_dtype)
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
-    config = make_config(
-        stage=stage,
-        dtype=dtype,
-        accum_dtype=accum_dtype,
-        zero=zero,
-        zero_force_ds_cpu_optimizer=False,
-    )
+    make = offload_config if offload else make_config
+    config = make(stage=stage, dtype=dtype, accum_dtype=accum_dtype)
     kept = [window for _, window in PLAN]
     counts = [4 * sum(len(w) for w in kept[: i + 1]) for i in range(len(kept))]
     # An infinite gradient in the dropped part leaves no overflow behind.

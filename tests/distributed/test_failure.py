@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.model import reference, same_on_all_ranks
 from harness.pool import RankPool
-from harness.training import STAGES, forward, full_weights, make_config, make_engine
+from harness.training import STAGES, forward, full_weights, make_config, make_engine, offload_config
 
 
 class Raise(torch.autograd.Function):
@@ -92,8 +92,7 @@ def test_exception_before_any_leaf_changes_no_local_gradient(ranks: RankPool, st
 def test_exception_in_backward_is_never_stepped_over(
     ranks: RankPool, stage: int, where: str, offload: bool
 ) -> None:
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
-    config = make_config(stage=stage, zero=zero, zero_force_ds_cpu_optimizer=False)
+    config = (offload_config if offload else make_config)(stage=stage)
     cause = "ArithmeticError" if where == "loss" else "ZeroDivisionError"
     for report in ranks.run(fail, config=config, where=where):
         assert report["said"] == ["ok", "raised", cause, cause]

@@ -25,8 +25,10 @@ from harness.training import (
     full_weights,
     make_config,
     make_engine,
+    offload_config,
     run_window,
     train,
+    train_managed,
 )
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
@@ -38,13 +40,6 @@ PRECISIONS = [
     pytest.param("bf16", "bf16", id="bf16"),
     pytest.param("bf16", "fp32", id="bf16-fp32"),
 ]
-
-
-def offload_config(stage: int, *, param: bool = False, **options: Any) -> dict[str, Any]:
-    zero = {"offload_optimizer": {"device": "cpu"}, **options.pop("zero", {})}
-    if param:
-        zero["offload_param"] = {"device": "cpu"}
-    return make_config(stage=stage, zero=zero, zero_force_ds_cpu_optimizer=False, **options)
 
 
 def windows_of(*windows: list[tuple[str, ...]]) -> list[list[MicroBatch]]:
@@ -419,25 +414,13 @@ def test_offload_states_between_windows_only(ranks: RankPool, stage: int) -> Non
             assert_adam_close(ours, theirs)
 
 
-def gradients_of_managed_window(windows: Any, config: dict[str, Any]) -> list[Weights]:
-    engine = make_engine(config)
-    history = []
-    for window in windows:
-        for micro_batch in window:
-            engine.backward(forward(engine, micro_batch) * 1.0, scale_wrt_gas=False)
-            engine.step()
-        history.append(full_weights(engine))
-    engine.destroy()
-    return history
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_control_managed_offload_applies_an_absent_parameter_again(
     ranks: RankPool, stage: int
 ) -> None:
     windows = windows_of([AB, AB], [A, A])
     config = offload_config(stage, gas=2, unmanaged=False)
-    results = ranks.run(gradients_of_managed_window, plugin=False, windows=windows, config=config)
+    results = ranks.run(train_managed, plugin=False, windows=windows, config=config)
     expected = reference(same_on_all_ranks(windows))
     for history in results:
         assert history[0] == expected[0]
@@ -447,7 +430,7 @@ def test_control_managed_offload_applies_an_absent_parameter_again(
 def test_control_managed_stage2_offload_loses_micro_batches(ranks: RankPool) -> None:
     windows = windows_of([AB, AB, AB])
     config = offload_config(2, gas=3, unmanaged=False)
-    results = ranks.run(gradients_of_managed_window, plugin=False, windows=windows, config=config)
+    results = ranks.run(train_managed, plugin=False, windows=windows, config=config)
     right = results == [reference(same_on_all_ranks(windows))] * 2
     assert right == (Version("0.19.0") <= DEEPSPEED)
 
@@ -458,7 +441,5 @@ def test_control_managed_offload_forgets_a_parameter_absent_from_the_last_backwa
     windows = windows_of([AB, A])
     for stage in (2, 3):
         config = offload_config(stage, gas=2, unmanaged=False)
-        results = ranks.run(
-            gradients_of_managed_window, plugin=False, windows=windows, config=config
-        )
+        results = ranks.run(train_managed, plugin=False, windows=windows, config=config)
         assert results != [reference(same_on_all_ranks(windows))] * 2

@@ -56,6 +56,14 @@ def make_config(
     return config
 
 
+def offload_config(stage: int, *, param: bool = False, **options: Any) -> dict[str, Any]:
+    """make_config() with the optimizer, and optionally the parameters, on the CPU."""
+    zero = {"offload_optimizer": {"device": "cpu"}, **options.pop("zero", {})}
+    if param:
+        zero["offload_param"] = {"device": "cpu"}
+    return make_config(stage=stage, zero=zero, zero_force_ds_cpu_optimizer=False, **options)
+
+
 def make_engine(
     config: dict[str, Any], *, model: Any = None, optimizer: Any = None, **kwargs: Any
 ) -> Any:
@@ -128,6 +136,20 @@ def train(
     history = []
     for window in windows_by_rank[deepspeed.comm.get_rank()]:
         run_window(engine, window, **({"scale_wrt_gas": False} | (backward or {})))
+        history.append(full_weights(engine))
+    engine.destroy()
+    return history
+
+
+def train_managed(windows: Sequence[Window], config: dict[str, Any]) -> list[Weights]:
+    """The stock loop: step() after every backward. All windows have GAS micro-batches."""
+    engine = make_engine(config)
+    history = []
+    for window in windows:
+        for micro_batch in window:
+            # Not the module's own output: see the control on scale_wrt_gas.
+            engine.backward(forward(engine, micro_batch) * 1.0, scale_wrt_gas=False)
+            engine.step()
         history.append(full_weights(engine))
     engine.destroy()
     return history
