@@ -8,7 +8,9 @@ TORCH_VERSION selects another torch (default 2.13.0).
 
 from __future__ import annotations
 
+import datetime
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -22,8 +24,13 @@ nox.options.error_on_external_run = True
 TORCH = os.environ.get("TORCH_VERSION", "2.13.0")
 CACHE = Path(__file__).parent.resolve() / ".nox" / "shared"
 
-# The newest release, the last one before the native mode, and the oldest that is supported.
-RELEASES = ["0.19.8", "0.19.3", "0.18.4"]
+# The newest release, and the last one of every older era of ds_unmanaged_gas/compat.py.
+NEWEST = "0.19.8"
+OLDER = ["0.19.7", "0.19.5", "0.19.4", "0.19.3", "0.18.4", "0.18.2", "0.17.4", "0.16.4", "0.15.4"]
+
+# Every release in the supported range.
+_MINORS = {"0.15": 5, "0.16": 10, "0.17": 7, "0.18": 10, "0.19": 9}
+EVERY = [f"{minor}.{patch}" for minor, count in _MINORS.items() for patch in range(count)]
 
 # What DeepSpeed itself requires beside torch; it is installed without its dependencies.
 DEEPSPEED_NEEDS = [
@@ -84,13 +91,57 @@ def check_release(session: nox.Session, python: str, release: str, env: dict[str
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("deepspeed", [nox.param(release, id=release) for release in RELEASES])
+@nox.parametrize("deepspeed", [nox.param(release, id=release) for release in [NEWEST, *OLDER]])
 def tests(session: nox.Session, deepspeed: str) -> None:
-    """Run the tests on a DeepSpeed release: nox -s "tests(0.19.8)" for one, tests for all."""
+    """Run the tests on a DeepSpeed release: nox -s "tests(0.19.8)" for one, tests for all.
+
+    All tests on the newest; on the last release of each older era those that are neither thorough
+    nor build an op. Arguments after -- go to pytest and replace that choice.
+    """
     python = torch_python(session)
     env = environment(deepspeed_folder(session, python, deepspeed), deepspeed)
     check_release(session, python, deepspeed, env)
-    session.run(python, "-m", "pytest", *session.posargs, env=env, external=True)
+    choice = [] if deepspeed == NEWEST else ["-m", "not thorough and not builds_op"]
+    arguments = session.posargs or choice
+    session.run(python, "-m", "pytest", *arguments, env=env, external=True)
+
+
+@nox.session(venv_backend="none")
+def sweep(session: nox.Session) -> None:
+    """Run all tests on every release, for hours, and write the README's table of the outcome.
+
+    Arguments after -- are releases to run again; the table has all that were ever run here. Tests
+    that compile an op run on one release per era.
+    """
+    python = torch_python(session)
+    results = CACHE / "sweep"
+    for release in session.posargs or EVERY:
+        env = environment(deepspeed_folder(session, python, release), release)
+        check_release(session, python, release, env)
+        choice = [] if release in [NEWEST, *OLDER] else ["-m", "not builds_op"]
+        arguments = ["-q", "--tb=short", f"--junit-xml={results / release}.xml", *choice]
+        # 1: some tests failed, which the table says.
+        session.run(
+            python, "-m", "pytest", *arguments, env=env, external=True, success_codes=[0, 1]
+        )
+    versions = f"torch {TORCH} (CPU), Python {platform.python_version()}, two gloo ranks"
+    description = f"Tests passed on {datetime.date.today().isoformat()} with {versions}."
+    session.run(python, "tests/sweep.py", str(results), description, external=True)
+
+
+@nox.session(venv_backend="none")
+def fingerprints(session: nox.Session) -> None:
+    """Record what is wrapped on every release, and the source of it: fingerprints.json, README."""
+    python = torch_python(session)
+    records = []
+    for release in EVERY:
+        env = environment(deepspeed_folder(session, python, release), release)
+        env |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
+        records.append(f"{session.create_tmp()}/{release}.json")
+        arguments = ["tests/compat/seams.py", "record", records[-1]]
+        session.run(python, *arguments, env=env, external=True, silent=True)
+    env = {"PYTHONPATH": str(Path(__file__).parent.resolve())}
+    session.run(python, "tests/compat/seams.py", "merge", *records, env=env, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -105,8 +156,7 @@ def lint(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small model with windows of varying length and compare with plain PyTorch."""
     python = torch_python(session)
-    release = RELEASES[0]
-    env = environment(deepspeed_folder(session, python, release), release)
+    env = environment(deepspeed_folder(session, python, NEWEST), NEWEST)
     session.run(python, "examples/variable_windows.py", *session.posargs, env=env, external=True)
 
 
@@ -118,7 +168,7 @@ def wheel(session: nox.Session) -> None:
     shutil.rmtree(folder / "dist", ignore_errors=True)
     session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", f"{folder}/dist", ".")
     (built,) = (folder / "dist").glob("*.whl")
-    session.install("--quiet", f"deepspeed=={RELEASES[0]}", str(built))
+    session.install("--quiet", f"deepspeed=={NEWEST}", str(built))
     shutil.copy("tests/smoke.py", folder / "smoke.py")
     with session.chdir(folder):
         session.run("python", "-m", "ds_unmanaged_gas")

@@ -6,6 +6,8 @@ attribute, wherever an attribute tells.
 
 from __future__ import annotations
 
+import inspect
+import operator
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +16,104 @@ from packaging.version import InvalidVersion, Version
 
 from .errors import UnsupportedDeepSpeedError
 
-_OLDEST = Version("0.18.4")
-_NEWEST_TESTED = Version("0.19.8")
-SUPPORTED = f">={_OLDEST}, tested up to {_NEWEST_TESTED}"
+FLAG_METHOD = "managed_gradient_accumulation"
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """The DeepSpeed that is installed."""
+class Era:
+    """Consecutive releases whose backward() and step() work alike."""
 
-    version: str
-    era: str
+    first: str
+    last: str
+    mark: str
+    """A name in ``deepspeed.runtime.engine`` that these and later releases have."""
+    trait: str
+    """What the first of them changed."""
+
+    def __str__(self) -> str:
+        return f"{self.first} to {self.last}: {self.trait}"
+
+    def has_begun(self, engine_module: Any) -> bool:
+        try:
+            operator.attrgetter(self.mark)(engine_module)
+        except AttributeError:
+            return False
+        return True
+
+
+# Oldest first. What is wrapped in each, and why, is said beside the wrappers. The README's table of
+# it is made from there.
+ERAS = (
+    Era(
+        "0.15.0",
+        "0.15.4",
+        "DeepSpeedEngine",
+        "backward() is one piece, and only it ends a backward",
+    ),
+    Era(
+        "0.16.0",
+        "0.16.4",
+        "DeepSpeedEngine.no_sync",
+        "no_sync()",
+    ),
+    Era(
+        "0.16.5",
+        "0.17.4",
+        "DeepSpeedEngine._backward_epilogue",
+        "backward() has a prologue and an epilogue",
+    ),
+    Era(
+        "0.17.5",
+        "0.18.2",
+        "configure_zenflow",
+        "ZenFlow decides boundaries; from 0.17.6 stage 2 keeps gradient lists",
+    ),
+    Era(
+        "0.18.3",
+        "0.18.4",
+        "ZeROOptimizer.scale_if_loss",
+        "hooks on the outputs of forward(), so that loss.backward() works",
+    ),
+    Era(
+        "0.18.5",
+        "0.19.3",
+        "ZeROOptimizer.queue_post_backward_callback",
+        "autograd tells the end of a backward",
+    ),
+    Era(
+        "0.19.4",
+        "0.19.4",
+        f"DeepSpeedEngine.{FLAG_METHOD}",
+        "DeepSpeed's own unmanaged mode, without offload",
+    ),
+    Era(
+        "0.19.5",
+        "0.19.5",
+        "ZeROOptimizer.set_gradient_accumulation_boundary",
+        "the same with offload; optimizers have a method to set the boundary",
+    ),
+    Era(
+        "0.19.6",
+        "0.19.7",
+        "_ENGINE_BACKWARD_GRAPH_TRACKER",
+        "backward() divides the loss by GAS, not its gradient",
+    ),
+    Era(
+        "0.19.8",
+        "0.19.8",
+        "DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
+        "Apex AMP and eigenvalue are gone; flat fp32 sums for 16-bit models",
+    ),
+)
+
+_OLDEST = Version(ERAS[0].first)
+_NEWEST_TESTED = Version(ERAS[-1].last)
+SUPPORTED = f">={_OLDEST}, tested up to {_NEWEST_TESTED}"
+
+
+def era_of(engine_module: Any) -> Era:
+    """The era of the installed release, by what ``deepspeed.runtime.engine`` has."""
+    return next(era for era in reversed(ERAS) if era.has_begun(engine_module))
 
 
 def check_version(version: str) -> None:
@@ -52,18 +141,6 @@ def check_version(version: str) -> None:
         )
 
 
-def describe(version: str, engine_class: type) -> Release:
-    """Name the era of an installed release: does its engine know the flag itself?"""
-    if hasattr(engine_class, FLAG_METHOD):
-        era = "native: this release has the mode; the plugin takes over from it"
-    else:
-        era = "before native: this release ignores the flag without the plugin"
-    return Release(version, era)
-
-
-FLAG_METHOD = "managed_gradient_accumulation"
-
-
 def mirror_boundary(optimizer: Any, is_boundary: bool) -> None:
     """Tell a ZeRO optimizer whether this is a boundary.
 
@@ -75,3 +152,17 @@ def mirror_boundary(optimizer: Any, is_boundary: bool) -> None:
         setter(is_boundary)
     elif hasattr(optimizer, "is_gradient_accumulation_boundary"):
         optimizer.is_gradient_accumulation_boundary = is_boundary
+
+
+def undecorated(function: Any) -> Any:
+    """The function that DeepSpeed wrote: below wrapt's wrappers, and below its own profiling
+    decorator, which hides it in a closure up to 0.18.x."""
+    function = inspect.unwrap(function)
+    while getattr(function, "__qualname__", "").startswith("instrument_w_nvtx.<locals>"):
+        (function,) = (
+            cell.cell_contents
+            for cell in function.__closure__
+            if inspect.isfunction(cell.cell_contents)
+        )
+        function = inspect.unwrap(function)
+    return function

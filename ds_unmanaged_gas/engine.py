@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime import engine as stock_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import logger
 from deepspeed.utils.timer import ThroughputTimer
+from torch.utils._pytree import tree_leaves
 
 from . import config, gradients, stage1_2, stage3
-from .compat import FLAG_METHOD, mirror_boundary
+from .compat import FLAG_METHOD, era_of, mirror_boundary, undecorated
 from .errors import (
     BoundaryError,
     EngineRetiredError,
@@ -24,6 +27,8 @@ from .errors import (
 )
 from .patching import PatchSpec
 from .window import AccumulationWindow, WindowState, attach, attached
+
+ERA = era_of(stock_engine)
 
 # Every unmanaged engine that is alive: disable() has to know them.
 _live_engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -110,18 +115,25 @@ class UnmanagedEngine:
         stock_backward: Callable[..., Any],
         engine: Any,
         loss: Any,
+        *,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
+        **_without_effect: Any,  # 0.15: allreduce_gradients and release_loss
     ) -> Any:
         """engine.backward(): accumulate this micro-batch. Returns the loss, divided by the
         configured GAS if ``scale_wrt_gas``."""
         self.require_enabled()
         self.window.require_usable()
+        # Up to 0.18.2 an attribute of the engine wins over the argument, if it is not None.
+        override = engine.scale_wrt_gas
+        if override is not None:
+            scale_wrt_gas = override
         if scale_wrt_gas and isinstance(loss, torch.Tensor):
             loss = loss / engine.gradient_accumulation_steps()
         stock_loss = self.gradients.scale_loss(loss) if isinstance(loss, torch.Tensor) else loss
         self._reduce_late_phases(engine)
         self.is_in_backward = True
+        engine.scale_wrt_gas = None
         try:
             with self.stock(), self.gradients.backward(retain_graph=retain_graph):
                 # Scaled already: releases differ in which of their hooks honours this argument.
@@ -131,6 +143,7 @@ class UnmanagedEngine:
             raise
         finally:
             self.is_in_backward = False
+            engine.scale_wrt_gas = override
             if hasattr(engine, "_scale_wrt_gas"):
                 # 0.18.4-0.19.5 would keep it for later calls of loss.backward().
                 engine._scale_wrt_gas = True
@@ -160,6 +173,15 @@ class UnmanagedEngine:
             # One prologue per forward that the loss depends on, one epilogue per backward: with
             # two forwards 0.19.6-0.19.8 wait for a second epilogue that never comes.
             optimizer._backward_active_depth = 1
+
+    def refuse_torch_style(self, _grad: torch.Tensor) -> None:
+        """Gradient hook on the outputs of forward(): before 0.18.3 stock code ends a backward in
+        engine.backward() only, and a loss.backward() would leave gradients half reduced."""
+        if not self.is_in_backward:
+            raise BoundaryError(
+                "loss.backward() is not supported by this DeepSpeed (it is from 0.18.3 on); call "
+                "engine.backward(loss). Nothing was accumulated"
+            )
 
     def end_torch_style(self, engine: Any) -> None:
         """The stock epilogue of a loss.backward() has run."""
@@ -281,8 +303,9 @@ class UnmanagedEngine:
 
 def _prime_grad_scalers(engine: Any) -> None:
     """Let fp16 autocast step without a loss: its GradScalers start up with the first one."""
-    of_optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    for scaler in (engine.torch_autocast_z0_gradscaler, of_optimizer):
+    at_stage0 = getattr(engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
+    of_optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)  # from 0.17.2
+    for scaler in (at_stage0, of_optimizer):
         if scaler is not None:
             scaler.scale(torch.zeros((), device=engine.device))
 
@@ -305,7 +328,15 @@ def _wrap_backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
     if state is None:
         return wrapped(*args, **kwargs)
-    return state.backward(wrapped, engine, *args, **kwargs)
+    # Bound by name: 0.15 has two more arguments between the loss and the others.
+    call = _signature_of_backward().bind(engine, *args, **kwargs).arguments
+    del call["self"]
+    return state.backward(wrapped, engine, **call)
+
+
+@functools.cache
+def _signature_of_backward() -> inspect.Signature:
+    return inspect.signature(undecorated(DeepSpeedEngine.backward))
 
 
 def _wrap_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -373,6 +404,16 @@ def _wrap_scale_output_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -
     return wrapped(*args, **kwargs)
 
 
+def _wrap_forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    outputs = wrapped(*args, **kwargs)
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None and torch.is_grad_enabled():
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(state.refuse_torch_style)  # type: ignore[no-untyped-call]
+    return outputs
+
+
 def _refusal(name: str, reason: str) -> Any:
     def wrapper(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if attached(engine) is None:
@@ -438,33 +479,11 @@ def patches() -> tuple[PatchSpec, ...]:
             "drops the open window; stock clears param.grad, where stages 2 and 3 keep nothing",
             _wrap_zero_grad,
         ),
-        on_engine(
-            "offload_states",
-            "refused in an open window, whose gradients it would drop",
-            _wrap_offload_states,
-        ),
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(
             "_take_model_step",
             "counts the samples of this window, and computes a gradient norm at stage 0",
             _wrap_take_model_step,
-        ),
-        on_engine(
-            "_backward_prologue", "notices that a loss.backward() began", _wrap_backward_prologue
-        ),
-        on_engine(
-            "_backward_epilogue", "counts a loss.backward() that ended", _wrap_backward_epilogue
-        ),
-        on_engine(
-            "_backward_prologue_per_tensor",
-            "stock divides by GAS here too, against scale_wrt_gas=False if the loss is the "
-            "module's own output",
-            _wrap_scale_output_grad,
-        ),
-        on_engine(
-            "no_sync",
-            "refused on stages 2 and 3 by an error that survives python -O",
-            _wrap_no_sync,
         ),
         PatchSpec(
             ThroughputTimer,
@@ -473,17 +492,55 @@ def patches() -> tuple[PatchSpec, ...]:
             _wrap_avg_samples_per_sec,
         ),
     ]
-    if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # from 0.19.2
+    if gradients.HAS_TORCH_STYLE:
+        specs += [
+            on_engine(
+                "_backward_prologue",
+                "notices that a loss.backward() began",
+                _wrap_backward_prologue,
+            ),
+            on_engine(
+                "_backward_epilogue",
+                "counts a loss.backward() that ended",
+                _wrap_backward_epilogue,
+            ),
+            on_engine(
+                "_backward_prologue_per_tensor",
+                "stock divides by GAS here too, against scale_wrt_gas=False if the loss is the "
+                "module's own output",
+                _wrap_scale_output_grad,
+            ),
+        ]
+    else:
         specs.append(
             on_engine(
-                "coalesce_grad_reduction",
-                "refused: it would end the window on leaving its block",
-                _refusal(
-                    "coalesce_grad_reduction",
-                    "it makes leaving its block the boundary; call step() instead",
-                ),
+                "forward",
+                "refuses a later loss.backward(), which this release can't finish",
+                _wrap_forward,
             )
         )
+    # Methods that only callers call: where a release lacks one there is nothing to refuse.
+    refused = (
+        (
+            "no_sync",
+            "refused on stages 2 and 3 by an error that survives python -O",
+            _wrap_no_sync,
+        ),
+        (
+            "offload_states",
+            "refused in an open window, whose gradients it would drop",
+            _wrap_offload_states,
+        ),
+        (
+            "coalesce_grad_reduction",
+            "refused: it would end the window on leaving its block",
+            _refusal(
+                "coalesce_grad_reduction",
+                "it makes leaving its block the boundary; call step() instead",
+            ),
+        ),
+    )
+    specs += [on_engine(*each) for each in refused if hasattr(DeepSpeedEngine, each[0])]
     if hasattr(DeepSpeedEngine, FLAG_METHOD):  # from 0.19.4, the native mode
         specs.append(
             on_engine(FLAG_METHOD, "keeps the native mode out of the way", _wrap_is_managed)
@@ -498,6 +555,21 @@ def patches() -> tuple[PatchSpec, ...]:
             )
         )
     return (*specs, *gradients.patches(), *stage1_2.patches(), *stage3.patches())
+
+
+def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type, str]]:
+    """The stock methods whose source matters: those that are wrapped, and those whose effect the
+    wrappers count on."""
+    yield from ((spec.owner, spec.name) for spec in specs if spec.wrapper is not None)
+    counted_on = (
+        (DeepSpeedEngine, ("allreduce_gradients", "buffered_allreduce_fallback")),
+        *gradients.COUNTED_ON,
+        *stage1_2.COUNTED_ON,
+        *stage3.COUNTED_ON,
+    )
+    for owner, names in counted_on:
+        # Which ones a release has differs.
+        yield from ((owner, name) for name in names if name in vars(owner))
 
 
 def require_no_open_window() -> None:

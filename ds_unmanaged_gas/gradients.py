@@ -6,12 +6,14 @@ which DeepSpeed uses for stage 1 when a bf16 model accumulates in fp32.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -19,6 +21,22 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from .patching import PatchSpec
 from .window import attached
+
+# From 0.18.3 on stock code calls loss.backward() itself, and no more the optimizer's backward();
+# it then follows a loss.backward() of the caller too.
+HAS_TORCH_STYLE = hasattr(ZeROOptimizer, "scale_if_loss")
+
+# Up to 0.16.4, where backward() takes it as any other keyword.
+_ENGINE_FORGETS_RETAIN_GRAPH = not HAS_TORCH_STYLE and (
+    "retain_graph" not in inspect.signature(BF16_Optimizer.backward).parameters
+)
+
+# Stock methods that are not wrapped, but whose effect is counted on. See fingerprints.py.
+COUNTED_ON = (
+    (BF16_Optimizer, ("backward", "clear_lp_grads", "clear_hp_grads", "get_grads_for_reduction")),
+    (FP16_Optimizer, ("backward", "step")),
+    (FP16_UnfusedOptimizer, ("backward", "step")),
+)
 
 
 class Gradients:
@@ -69,7 +87,7 @@ class Gradients:
     def discard(self) -> None:
         """Drop what the open window has summed, in every place where it is. No collective."""
         if hasattr(self.optimizer, "zero_grad"):
-            self.optimizer.zero_grad()  # BF16_Optimizer: the fp32 sums as well
+            self.optimizer.zero_grad()
         self.close()
 
     def measure_norm(self) -> torch.Tensor | None:
@@ -99,7 +117,7 @@ class BareGradients(Gradients):
         )
         if mpu is not None:
             dist.all_reduce(square, group=mpu.get_model_parallel_group())
-        scaler = engine.torch_autocast_z0_gradscaler
+        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
         return square.sqrt() / (scaler.get_scale() if scaler else 1.0)
 
 
@@ -147,8 +165,9 @@ class LossScaledGradients(Gradients):
         super().finalize()
 
     def _scale(self) -> float:
-        # A release that mends this would give them scale_if_loss(), as ZeRO optimizers have.
-        if hasattr(self.optimizer, "scale_if_loss"):
+        # Up to 0.18.2 their backward() is called. A release that mends this would give them
+        # scale_if_loss(), as ZeRO optimizers have.
+        if not HAS_TORCH_STYLE or hasattr(self.optimizer, "scale_if_loss"):
             return 1.0
         return float(self.optimizer.loss_scale)
 
@@ -164,6 +183,23 @@ class LossScaledGradients(Gradients):
         return 1.0
 
 
+class BF16Gradients(Gradients):
+    """BF16_Optimizer: unreduced sums in fp32, from which it updates this rank's partition."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.retain_graph = False
+
+    @contextmanager
+    def backward(self, *, retain_graph: bool) -> Iterator[None]:
+        self.retain_graph = retain_graph
+        yield
+
+    def discard(self) -> None:
+        self.optimizer.clear_hp_grads()
+        self.close()
+
+
 def gradients_for(engine: Any) -> Gradients | None:
     """The class for an optimizer that is not ZeRO, or None if it is not one of ours."""
     optimizer = engine.optimizer
@@ -172,10 +208,17 @@ def gradients_for(engine: Any) -> Gradients | None:
     if type(optimizer) in (FP16_Optimizer, FP16_UnfusedOptimizer):
         return LossScaledGradients(engine)
     if type(optimizer) is BF16_Optimizer:
-        return Gradients(engine)
+        return BF16Gradients(engine)
     if isinstance(optimizer, torch.optim.Optimizer):
         return BareGradients(engine)
     return None
+
+
+def _wrap_bf16_backward(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    gradients: BF16Gradients | None = attached(optimizer)
+    if gradients is not None:
+        kwargs = {"retain_graph": gradients.retain_graph} | kwargs
+    return wrapped(*args, **kwargs)
 
 
 def _wrap_update_hp_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -207,7 +250,7 @@ def _wrap_bf16_step(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any
 
 def patches() -> tuple[PatchSpec, ...]:
     """The changes to the classes that this module handles."""
-    return (
+    specs: tuple[PatchSpec, ...] = (
         PatchSpec(
             BF16_Optimizer,
             "update_hp_grads",
@@ -229,3 +272,14 @@ def patches() -> tuple[PatchSpec, ...]:
             _wrap_bf16_step,
         ),
     )
+    if _ENGINE_FORGETS_RETAIN_GRAPH:
+        specs = (
+            *specs,
+            PatchSpec(
+                BF16_Optimizer,
+                "backward",
+                "stock passes no retain_graph on at stage 0, up to 0.16.4",
+                _wrap_bf16_backward,
+            ),
+        )
+    return specs

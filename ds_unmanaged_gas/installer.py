@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from . import compat
+from . import compat, fingerprints
 from .errors import UnsupportedDeepSpeedError
 from .patching import AppliedPatch, apply_all, undo_all
 from .window import attached
 
 _lock = threading.RLock()
 _ledger: tuple[AppliedPatch, ...] = ()
-_release: compat.Release | None = None
+_era: compat.Era | None = None
+_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,20 @@ class Status:
     patches: tuple[Patch, ...]
 
 
-def enable() -> Status:
+def enable(*, strict: bool = False) -> Status:
     """Patch DeepSpeed, all seams or none; only engines built from now on can be unmanaged.
 
     Imports DeepSpeed. May be called again, and from any thread. Issues no collective, but every
     rank has to call it.
 
+    Warns if DeepSpeed is newer than what was tested, or if a method that the plugin wraps or counts
+    on has a source that no tested release has; the warning names the methods. With ``strict`` the
+    latter is an error.
+
     Raises UnsupportedDeepSpeedError if DeepSpeed can't be imported, is outside the supported range
     or lacks a seam, and PatchConflictError if one is taken; DeepSpeed is then as it was.
     """
-    global _ledger, _release
+    global _ledger, _version, _era
     with _lock:
         if _ledger:
             return status()
@@ -55,20 +61,35 @@ def enable() -> Status:
                 "DeepSpeed can't be imported; ds_unmanaged_gas patches an installed deepspeed "
                 f"{compat.SUPPORTED}"
             ) from error
-        compat.check_version(deepspeed.__version__)
+        version = deepspeed.__version__
+        compat.check_version(version)
         try:
             # Imports names of DeepSpeed: a missing one is a missing seam.
             from . import engine
         except ImportError as error:
             raise UnsupportedDeepSpeedError(
-                f"DeepSpeed {deepspeed.__version__} lacks something that ds_unmanaged_gas depends "
-                f"on: {error}. Nothing was patched. Install deepspeed {compat.SUPPORTED}"
+                f"DeepSpeed {version} lacks something that ds_unmanaged_gas depends on: {error}. "
+                f"Nothing was patched. Install deepspeed {compat.SUPPORTED}"
             ) from error
-        release = compat.describe(deepspeed.__version__, deepspeed.DeepSpeedEngine)
-        _ledger = apply_all(engine.patches())
-        _release = release
+        specs = engine.patches()
+        _check_sources(version, fingerprints.unknown(engine.methods(specs)), strict=strict)
+        _ledger = apply_all(specs)
+        _version, _era = version, engine.ERA
         engine.revive_live_engines()
         return status()
+
+
+def _check_sources(version: str, changed: list[str], *, strict: bool) -> None:
+    if not changed:
+        return
+    message = (
+        f"DeepSpeed {version}: the source of {', '.join(changed)} is that of no release that "
+        "ds_unmanaged_gas was tested with, so gradients may be wrong. Install deepspeed "
+        f"{compat.SUPPORTED}, or compare a few steps of your training with plain PyTorch"
+    )
+    if strict:
+        raise UnsupportedDeepSpeedError(f"{message}. Nothing was patched (strict=True)")
+    warnings.warn(message, stacklevel=3)
 
 
 def disable() -> None:
@@ -80,7 +101,7 @@ def disable() -> None:
     PatchConflictError if another library has wrapped a patched method since. Nothing is then
     undone.
     """
-    global _ledger, _release
+    global _ledger, _version, _era
     with _lock:
         if not _ledger:
             return
@@ -88,18 +109,17 @@ def disable() -> None:
 
         engine.require_no_open_window()
         undo_all(_ledger)
-        _ledger, _release = (), None
+        _ledger, _version, _era = (), None, None
         engine.retire_live_engines()
 
 
 def status() -> Status:
     """What is patched, and why."""
     with _lock:
-        release = _release
         return Status(
             enabled=bool(_ledger),
-            deepspeed_version=release.version if release else None,
-            era=release.era if release else None,
+            deepspeed_version=_version,
+            era=str(_era) if _era else None,
             patches=tuple(Patch(applied.spec.target, applied.spec.why) for applied in _ledger),
         )
 

@@ -46,17 +46,16 @@ class HostSums:
         if key not in self._seen:
             target.copy_(grad, non_blocking=True)
         else:
-            held = target
-            if key in self._in_spare:
-                held = self._spare(key).narrow(0, 0, grad.numel())
-            # The held tensor itself if it is in this dtype and on the device already.
-            total = held.to(grad.device, self._dtype, non_blocking=True)
-            total.add_(grad)
-            if target.dtype != self._dtype and key not in self._in_spare:
-                held = self._spare(key).narrow(0, 0, grad.numel())
+            held = into = target
+            if target.dtype != self._dtype:
+                into = self._spare(key).narrow(0, 0, grad.numel())
+                held = into if key in self._in_spare else target
                 self._in_spare.add(key)
-            if total is not held:
-                held.copy_(total, non_blocking=True)
+            if grad.device == into.device:
+                total = torch.add(held, grad, out=into)
+            else:
+                total = held.to(grad.device, self._dtype, non_blocking=True).add_(grad)
+                into.copy_(total, non_blocking=True)
         self._seen.add(key)
         norm: torch.Tensor = torch.linalg.vector_norm(total, dtype=_norm_dtype())
         return norm

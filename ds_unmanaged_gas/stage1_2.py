@@ -13,10 +13,48 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary
-from .gradients import Gradients
+from .gradients import HAS_TORCH_STYLE, Gradients
 from .offload import HostSums, all_finite, keep_alive
 from .patching import PatchSpec
 from .window import attached
+
+# Stage 2 keeps each parameter's sum in a list per group, and makes flat partitions of them at the
+# boundary; up to 0.17.5 it sums the flat partitions.
+_KEEPS_TENSORS = hasattr(DeepSpeedZeroOptimizer, "get_all_grad_tensors")
+
+# Stock methods that are not wrapped, but whose effect is counted on. See fingerprints.py.
+COUNTED_ON = (
+    (
+        DeepSpeedZeroOptimizer,
+        (
+            "backward",
+            "backward_prologue",
+            "setup_buckets",
+            "process_gradients",
+            "independent_gradient_partition_epilogue",
+            "finalize_gradient_accumulation_boundary",
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            "reduce_ipg_grads",
+            "reduce_ready_partitions_and_remove_grads",
+            "get_flat_partition",
+            "reset_cpu_buffers",
+            "step",
+            "zero_grad",
+        ),
+    ),
+)
+
+
+def _make_buckets(optimizer: Any) -> None:
+    """Let the reduction have its buckets, which exist if a gradient hook ran since the last one. A
+    rank without any backward has none."""
+    if hasattr(optimizer, "setup_buckets"):  # from 0.18.3
+        optimizer.setup_buckets()
+    elif hasattr(optimizer, "ready_for_gradients"):  # from 0.16.5
+        optimizer.backward_prologue()
+    elif optimizer.contiguous_gradients and optimizer.ipg_buffer is None:
+        # Made by every backward(); so run one, of a loss that reaches no parameter.
+        optimizer.backward(torch.zeros((), device=optimizer.device, requires_grad=True))
 
 
 class Stage1Gradients(Gradients):
@@ -44,9 +82,7 @@ class Stage1Gradients(Gradients):
         Collective with overlap_comm: an all-reduce per full bucket.
         """
         optimizer = self.optimizer
-        # The buckets exist if a gradient hook ran in this window; a rank without any backward has
-        # none. Does nothing where they exist.
-        optimizer.setup_buckets()
+        _make_buckets(optimizer)
         # With offload stock code adds to host copies of earlier backwards unless this is 0.
         optimizer.micro_step_id = 0
         reports_unused = optimizer.cpu_offload and not optimizer.ignore_unused_parameters
@@ -96,6 +132,11 @@ class Stage2Gradients(Gradients):
         """Assemble the flat partitions that step() reads. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
+        if not _KEEPS_TENSORS:
+            for i in range(len(optimizer.params_in_partition)):
+                if optimizer.averaged_gradients.get(i) is None:
+                    optimizer.averaged_gradients[i] = self._flat_partition(i)
+            return
         for i, params in enumerate(optimizer.params_in_partition):
             if not self._is_compact(i) and optimizer.all_grad_tensors.get(i) is None:
                 # No backward in this window: gradients are None everywhere, which reads as zeros.
@@ -106,17 +147,29 @@ class Stage2Gradients(Gradients):
         if native is not None:
             native()
             return
-        for i, params in enumerate(optimizer.params_in_partition):
-            optimizer.averaged_gradients[i] = optimizer.get_flat_partition(
-                params,
-                optimizer.first_offset[i],
-                optimizer.partition_size[i],
-                dtype=optimizer.gradient_accumulation_dtype,
-                device=get_accelerator().current_device_name(),
-                param_group_idx=i,
-                return_tensor_list=True,
-            )
+        for i in range(len(optimizer.params_in_partition)):
+            optimizer.averaged_gradients[i] = self._flat_partition(i, param_group_idx=i)
             optimizer.all_grad_tensors[i] = None
+
+    def _flat_partition(self, group: int, **further: Any) -> list[torch.Tensor]:
+        optimizer = self.optimizer
+        dtype = optimizer.gradient_accumulation_dtype
+        device = get_accelerator().current_device_name()
+        params = optimizer.params_in_partition[group]
+        size = optimizer.partition_size[group]
+        if not params:
+            # All padding. 0.17.6-0.18.2 look at the first parameter all the same.
+            return [torch.zeros(int(size), dtype=dtype, device=device)]
+        flat: list[torch.Tensor] = optimizer.get_flat_partition(
+            params,
+            optimizer.first_offset[group],
+            size,
+            dtype=dtype,
+            device=device,
+            return_tensor_list=True,
+            **further,
+        )
+        return flat
 
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
@@ -172,8 +225,7 @@ class Stage2OffloadGradients(Stage2Gradients):
         self._sums.finalize()
         norms = optimizer.norm_for_param_grads
         if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
-            for param_id in self._sums.seen():
-                optimizer.update_offload_overflow_tracker(self._target(param_id))
+            optimizer.local_overflow = True
 
     def close(self) -> None:
         self._sums.forget()
@@ -191,8 +243,9 @@ def _release_averaged_gradients(optimizer: Any) -> None:
     overflow: there the next windows would be added to them."""
     for group in optimizer.averaged_gradients:
         optimizer.averaged_gradients[group] = None
-    for group in optimizer.all_grad_tensors:
-        optimizer.all_grad_tensors[group] = None
+    if _KEEPS_TENSORS:
+        for group in optimizer.all_grad_tensors:
+            optimizer.all_grad_tensors[group] = None
 
 
 def gradients_for(engine: Any) -> Gradients | None:
@@ -226,16 +279,28 @@ def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kw
     return wrapped(*args, **kwargs)
 
 
-def _wrap_get_all_grad_tensors(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _wrap_gradient_list(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     tensors = wrapped(*args, **kwargs)
-    if attached(optimizer) is None:
+    if attached(optimizer) is None or not isinstance(tensors, list):
         return tensors
     return [t.to(optimizer.gradient_accumulation_dtype) for t in tensors]
 
 
+def _wrap_epilogue(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(attached(optimizer), Stage2Gradients):
+        return wrapped(*args, **kwargs)
+    before = dict(optimizer.all_grad_tensors)
+    result = wrapped(*args, **kwargs)
+    for group, tensors in optimizer.all_grad_tensors.items():
+        held = before.get(group)
+        if held is not None and tensors is not None and tensors is not held:
+            torch._foreach_add_(tensors, held)
+    return result
+
+
 def patches() -> tuple[PatchSpec, ...]:
     """The changes to the classes that this module handles."""
-    return (
+    specs: tuple[PatchSpec, ...] = (
         PatchSpec(
             DeepSpeedZeroOptimizer,
             "reduce_gradients",
@@ -259,9 +324,20 @@ def patches() -> tuple[PatchSpec, ...]:
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
-            "get_all_grad_tensors",
+            "get_all_grad_tensors" if _KEEPS_TENSORS else "get_flat_partition",
             "stage 2 up to 0.19.7 sums in the model's dtype even if data_types.grad_accum_dtype "
             "says otherwise",
-            _wrap_get_all_grad_tensors,
+            _wrap_gradient_list,
         ),
     )
+    if _KEEPS_TENSORS and not HAS_TORCH_STYLE:  # 0.17.6-0.18.2
+        specs = (
+            *specs,
+            PatchSpec(
+                DeepSpeedZeroOptimizer,
+                "independent_gradient_partition_epilogue",
+                "stage 2 of 0.17.6-0.18.2 keeps the gradients of the last backward only",
+                _wrap_epilogue,
+            ),
+        )
+    return specs

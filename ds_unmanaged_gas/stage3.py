@@ -20,6 +20,23 @@ from .offload import HostSums, all_finite, keep_alive
 from .patching import PatchSpec
 from .window import attached
 
+# Stock methods that are not wrapped, but whose effect is counted on. See fingerprints.py.
+COUNTED_ON = (
+    (
+        DeepSpeedZeroOptimizer_Stage3,
+        (
+            "backward",
+            "independent_gradient_partition_epilogue",
+            "clear_backward_seen_flag",
+            "reset_cpu_buffers",
+            "_pre_step",
+            "_prepare_fp32_grad_for_sub_group",
+            "_swappable_optimizer_subgroup",
+            "step",
+        ),
+    ),
+)
+
 
 class Stage3Gradients(Gradients):
     """Partitions in the optimizer's persistent buffer, copied or added to per parameter.
@@ -112,6 +129,9 @@ class Stage3Gradients(Gradients):
     def _replay(self, ds_ids: list[int]) -> None:
         """Contribute zero gradients of these parameters."""
         params = [self._params[ds_id] for ds_id in ds_ids]
+        for param in params:
+            if param.grad is None:  # up to 0.16.5 a GPU stream is recorded on it
+                param.grad = torch.empty_like(param)
         zeros = [
             torch.zeros(
                 p.partition_numel(),

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import wrapt
 from harness.pool import configure_environment
+from harness.releases import DEEPSPEED
+from packaging.version import Version
 
 import ds_unmanaged_gas
-from ds_unmanaged_gas import installer
+from ds_unmanaged_gas import fingerprints, installer
 
 configure_environment()
 
@@ -139,7 +141,40 @@ def test_newer_release_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
     with pytest.warns(UserWarning, match=r"0\.20\.0 is newer"):
+        ds_unmanaged_gas.enable(strict=True)  # as long as no source changed
+
+
+def test_the_era_is_that_of_the_release() -> None:
+    assert Version(engine.ERA.first) <= DEEPSPEED <= Version(engine.ERA.last)
+
+
+def test_source_of_every_seam_is_known() -> None:
+    """If this fails on a new release: read what changed, then `nox -s fingerprints`."""
+    assert fingerprints.unknown(engine.methods(engine.patches())) == []
+
+
+def test_changed_source_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = engine.DeepSpeedEngine.step
+
+    def step(self: Any, lr_kwargs: Any = None) -> Any:
+        return stock(self, lr_kwargs)
+
+    monkeypatch.setattr(engine.DeepSpeedEngine, "step", step)
+    before = namespaces()
+    with pytest.raises(ds_unmanaged_gas.UnsupportedDeepSpeedError, match=r"DeepSpeedEngine\.step "):
+        ds_unmanaged_gas.enable(strict=True)
+    assert_untouched(before)
+    with pytest.warns(UserWarning, match=r"the source of DeepSpeedEngine\.step is that of no"):
         ds_unmanaged_gas.enable()
+    ds_unmanaged_gas.disable()  # before the stock step comes back
+
+
+def test_wrapper_of_another_library_is_no_changed_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = engine.DeepSpeedEngine.step
+    foreign = wrapt.FunctionWrapper(stock, lambda wrapped, i, args, kwargs: wrapped(*args))
+    monkeypatch.setattr(engine.DeepSpeedEngine, "step", foreign)
+    ds_unmanaged_gas.enable(strict=True)
+    ds_unmanaged_gas.disable()
 
 
 def test_hybrid_engine_goes_through_the_same_methods() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from harness.model import reference, same_on_all_ranks
 from harness.pool import RankPool
-from harness.releases import skip_if_stock_rejects
 from harness.training import STAGES, make_config, train
 
 PRECISIONS = [
@@ -49,7 +48,6 @@ PARTICIPATION = {
 def test_varying_number_of_backwards(
     ranks: RankPool, stage: int, dtype: str, accum_dtype: str | None
 ) -> None:
-    skip_if_stock_rejects(stage, dtype, accum_dtype)
     windows = same_on_all_ranks(VARYING)
     config = make_config(stage=stage, dtype=dtype, accum_dtype=accum_dtype)
     for history in ranks.run(train, windows_by_rank=windows, config=config):
@@ -62,7 +60,6 @@ def test_varying_number_of_backwards(
 def test_participation(
     ranks: RankPool, case: str, stage: int, dtype: str, accum_dtype: str | None
 ) -> None:
-    skip_if_stock_rejects(stage, dtype, accum_dtype)
     windows = same_on_all_ranks(PARTICIPATION[case])
     config = make_config(stage=stage, dtype=dtype, accum_dtype=accum_dtype)
     for history in ranks.run(train, windows_by_rank=windows, config=config):
@@ -86,13 +83,13 @@ ZERO_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", ZERO_OPTIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), [PRECISIONS[0], PRECISIONS[2]])
 def test_zero_options(
     ranks: RankPool, option: str, stage: int, dtype: str, accum_dtype: str | None
 ) -> None:
-    skip_if_stock_rejects(stage, dtype, accum_dtype)
     if option == "round_robin_gradients" and dtype != "fp32":
         pytest.skip("safe_get_full_fp32_param reads the wrong fragments with round_robin_gradients")
     windows = same_on_all_ranks([*VARYING, *PARTICIPATION["late after use"]])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool
-from harness.releases import skip_if_stock_rejects
 from harness.training import (
     STAGES,
     batch_for,
@@ -119,7 +118,6 @@ def train_case(case: str, config: dict[str, Any]) -> list[Weights]:
 def test_order_of_calls(
     ranks: RankPool, case: str, stage: int, dtype: str, accum_dtype: str | None
 ) -> None:
-    skip_if_stock_rejects(stage, dtype, accum_dtype)
     config = make_config(stage=stage, dtype=dtype, accum_dtype=accum_dtype)
     expected = reference(same_on_all_ranks(WINDOWS))
     for history in ranks.run(train_case, case=case, config=config):

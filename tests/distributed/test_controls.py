@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool, RanksFailed
-from harness.releases import DEEPSPEED
+from harness.releases import STAGE2_KEEPS_THE_LAST_ONLY, between
 from harness.training import (
     batch_for,
     forward,
@@ -21,14 +21,9 @@ from harness.training import (
     train,
     train_managed,
 )
-from packaging.version import Version
 
 AB = ("a", "b")
-NATIVE = Version("0.19.4") <= DEEPSPEED
-
-
-def between(first: str, last: str | None = None) -> bool:
-    return Version(first) <= DEEPSPEED and (last is None or Version(last) >= DEEPSPEED)
+NATIVE = between("0.19.4")
 
 
 def windows_of(*windows: list[tuple[str, ...]]) -> list[list[dict[str, int]]]:
@@ -44,7 +39,33 @@ def is_right(ranks: RankPool, windows: Any, **options: Any) -> bool:
 
 def test_loop_of_the_controls_is_right_where_stock_is(ranks: RankPool) -> None:
     for stage in (0, 1, 2, 3):
+        if stage == 2 and STAGE2_KEEPS_THE_LAST_ONLY:
+            continue
         assert is_right(ranks, windows_of([AB, AB], [AB, AB]), stage=stage)
+
+
+def test_stage2_keeps_the_last_backward_only(ranks: RankPool) -> None:
+    assert is_right(ranks, windows_of([AB, AB]), stage=2) == (not STAGE2_KEEPS_THE_LAST_ONLY)
+
+
+def managed_heads_in_turn(config: dict[str, Any]) -> None:
+    """A backward that leaves a parameter unused which the recorded order has prefetched."""
+    engine = make_engine(config)
+    for heads in (AB, AB, AB, ("b",), ("a",)):
+        engine.backward(forward(engine, dict.fromkeys(heads, 1)))
+        engine.step()
+    engine.destroy()
+
+
+def test_stage3_aborts_if_a_prefetched_parameter_is_not_used(ranks: RankPool) -> None:
+    """Not mended here: a clear error of stock code, and the prefetch can be turned off."""
+    zero = {"stage3_prefetch_bucket_size": 50_000_000}
+    config = make_config(stage=3, unmanaged=False, zero=zero)
+    if between("0.15.3"):
+        ranks.run(managed_heads_in_turn, plugin=False, config=config)
+        return
+    with pytest.raises(RanksFailed, match="still have inflight params"):
+        ranks.run(managed_heads_in_turn, plugin=False, config=config)
 
 
 def test_flag_does_nothing_before_the_native_mode(ranks: RankPool) -> None:
@@ -61,7 +82,7 @@ def test_flag_does_nothing_before_the_native_mode(ranks: RankPool) -> None:
 )
 def test_stage3_keeps_gradients_of_an_earlier_window(ranks: RankPool, windows: Any) -> None:
     assert not is_right(ranks, windows, stage=3)
-    assert is_right(ranks, windows, stage=2)
+    assert is_right(ranks, windows, stage=1)
 
 
 def managed_forwards_first(windows: Any, config: dict[str, Any]) -> list[Weights]:
@@ -84,7 +105,8 @@ def test_stage3_loses_the_first_of_two_backwards_without_a_forward(ranks: RankPo
 
 
 def test_fp16_stage0_update_is_too_small_by_the_loss_scale(ranks: RankPool) -> None:
-    assert not is_right(ranks, windows_of([AB]), stage=0, dtype="fp16")
+    right = is_right(ranks, windows_of([AB]), stage=0, dtype="fp16")
+    assert right == (not between("0.18.3"))
     assert is_right(ranks, windows_of([AB]), stage=1, dtype="fp16", accum_dtype="fp16")
 
 
@@ -121,6 +143,8 @@ def sum_of_256_and_64_ones(config: dict[str, Any]) -> float:
 def test_stage2_sums_in_bf16_whatever_was_configured(ranks: RankPool) -> None:
     config = make_config(stage=2, dtype="bf16", accum_dtype="fp32", gas=65, unmanaged=False)
     expected = -320.0 if between("0.19.8") else -256.0
+    if STAGE2_KEEPS_THE_LAST_ONLY:
+        expected = -1.0
     assert ranks.run(sum_of_256_and_64_ones, plugin=False, config=config) == [expected] * 2
 
 
@@ -146,9 +170,10 @@ def two_losses_are_right(ranks: RankPool, **options: Any) -> bool:
 
 
 def test_two_losses_on_one_forward(ranks: RankPool) -> None:
-    assert two_losses_are_right(ranks, stage=2)
+    assert two_losses_are_right(ranks, stage=2) == (not STAGE2_KEEPS_THE_LAST_ONLY)
     assert two_losses_are_right(ranks, stage=3) == (not between("0.18.5"))
-    assert not two_losses_are_right(ranks, stage=1, dtype="bf16", accum_dtype="fp32")
+    right = two_losses_are_right(ranks, stage=1, dtype="bf16", accum_dtype="fp32")
+    assert right == (not between("0.18.3"))
 
 
 def scaled_loss_that_is_the_output(config: dict[str, Any]) -> list[Weights]:
@@ -214,7 +239,8 @@ def test_bf16_stage1_fails_on_a_window_of_zero_gradients(ranks: RankPool) -> Non
         ranks.run(managed_empty_step, plugin=False, config=config, loss_factor=0.0)
     except RanksFailed as error:
         fails = "AssertionError" in str(error) and "all_groups_norm" in str(error)
-    assert fails == between("0.18.5", "0.19.7")
+    # DeepSpeed 0.17.6-0.18.4 never use BF16_Optimizer.
+    assert fails == (between("0.18.5", "0.19.7") or not between("0.17.6"))
 
 
 def norm_at_stage0(config: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness.pool import RankPool
+from harness.releases import STAGE2_KEEPS_THE_LAST_ONLY, skip_without_torch_style
 from harness.training import STAGES, full_weights, make_config, make_engine
 from torch.utils.checkpoint import checkpoint
 
@@ -164,6 +165,7 @@ def assert_close(history: list[dict[str, Any]], expected: list[dict[str, torch.T
             assert difference <= TOLERANCE, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", STAGES)
@@ -179,6 +181,8 @@ def test_model(ranks: RankPool, stage: int, model: str, kind: str) -> None:
 def test_model_by_other_calls(ranks: RankPool, stage: int, model: str, style: str) -> None:
     if style == "two losses" and model == "Reentrant":
         pytest.skip("torch frees the inner graph of a reentrant checkpoint in the first backward")
+    if style == "torch":
+        skip_without_torch_style(stage)
     expected = reference(model, "sgd")
     for history in ranks.run(
         train_model, name=model, kind="sgd", config=make_config(stage=stage), style=style
@@ -216,6 +220,8 @@ def autocast_run(config: dict[str, Any], gas: int) -> list[dict[str, Any]]:
 def test_torch_autocast_equals_managed_mode(ranks: RankPool, stage: int, dtype: str) -> None:
     """Autocast rounds in ways that the reference would have to copy; stock managed mode is right
     here, and its order of operations is ours, so the comparison is exact."""
+    if stage == 2 and STAGE2_KEEPS_THE_LAST_ONLY:
+        pytest.skip("managed mode of this release is wrong at stage 2")
     autocast = {
         "enabled": True,
         "dtype": dtype,
@@ -294,6 +300,8 @@ def moe_run(config: dict[str, Any], gas: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_moe_equals_managed_mode(ranks: RankPool, stage: int) -> None:
     """DeepSpeed's MoE has no plain-PyTorch twin; managed mode is the witness, bit for bit."""
+    if stage == 2 and STAGE2_KEEPS_THE_LAST_ONLY:
+        pytest.skip("managed mode of this release is wrong at stage 2")
     managed, unmanaged = (
         ranks.run(
             moe_run,

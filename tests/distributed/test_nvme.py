@@ -102,6 +102,7 @@ def differences(config: dict[str, Any], windows: list[list[str]]) -> dict[str, A
     return report
 
 
+@pytest.mark.builds_op
 @pytest.mark.parametrize("param", [False, True], ids=["optimizer", "optimizer and parameters"])
 @pytest.mark.parametrize(
     ("dtype", "accum_dtype"), [("fp32", None), ("bf16", "bf16"), ("bf16", "fp32")]

@@ -19,7 +19,7 @@ from harness.model import (
     same_on_all_ranks,
 )
 from harness.pool import RankPool, RanksFailed
-from harness.releases import DEEPSPEED
+from harness.releases import DEEPSPEED, between
 from harness.training import (
     forward,
     full_weights,
@@ -170,6 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ def forwards_first(windows: Any, config: dict[str, Any]) -> list[Weights]:
     return history
 
 
+@pytest.mark.builds_op
 def test_low_precision_masters_share_the_gradient_buffer(ranks: RankPool) -> None:
     """bf16 masters: weights are exact in bf16 here while they stay below 16."""
     for stage in (2, 3):
@@ -350,7 +352,7 @@ def assert_adam_close(ours: Weights, theirs: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 2.0])
-@pytest.mark.parametrize("kind", ["cpu_adam", "adamw"])
+@pytest.mark.parametrize("kind", [pytest.param("cpu_adam", marks=pytest.mark.builds_op), "adamw"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
 def test_adam_norm_and_clipping(
@@ -405,6 +407,7 @@ def move_states(config: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.builds_op
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_states_between_windows_only(ranks: RankPool, stage: int) -> None:
     expected = clipped_adam(0.0)["weights"]
@@ -432,7 +435,7 @@ def test_control_managed_stage2_offload_loses_micro_batches(ranks: RankPool) -> 
     config = offload_config(2, gas=3, unmanaged=False)
     results = ranks.run(train_managed, plugin=False, windows=windows, config=config)
     right = results == [reference(same_on_all_ranks(windows))] * 2
-    assert right == (Version("0.19.0") <= DEEPSPEED)
+    assert right == (not between("0.15.2", "0.18.9"))
 
 
 def test_control_managed_offload_forgets_a_parameter_absent_from_the_last_backward(

@@ -138,6 +138,7 @@ def measure_modes(
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("offload", [False, True], ids=["no-offload", "offload"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -159,6 +160,7 @@ def test_a_window_costs_no_more_than_in_stock_modes(
                 assert ours[key] <= counts[key], (n, key, mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_lone_backward_with_offload_costs_one_copy_per_partition(

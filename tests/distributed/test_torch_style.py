@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool, RanksFailed
-from harness.releases import skip_without_torch_style
-from harness.training import forward, full_weights, make_config, make_engine, run_window
+from harness.releases import HAS_TORCH_STYLE, skip_without_torch_style
+from harness.training import STAGES, forward, full_weights, make_config, make_engine, run_window
 
 MICRO = [{"a": seed, "b": seed} for seed in range(1, 8)]
 WINDOWS = [MICRO[:2], MICRO[2:5], MICRO[5:6]]
@@ -97,6 +97,7 @@ def test_loss_backward(ranks: RankPool, style: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_loss_backward_divides_by_gas_as_stock_does(ranks: RankPool, stage: int) -> None:
+    skip_without_torch_style(stage)
     config = make_config(stage=stage, gas=4)
     expected = reference(same_on_all_ranks(WINDOWS), loss_scale=1 / 4)
     for style in ("one_by_one", "forwards_first"):
@@ -118,6 +119,7 @@ def unscaled_then_direct(config: dict[str, Any]) -> list[Weights]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_scale_wrt_gas_of_one_call_does_not_stick(ranks: RankPool, stage: int) -> None:
     """0.18.4-0.19.5 remember it for the next loss.backward()."""
+    skip_without_torch_style(stage)
     by_window = [
         reference(same_on_all_ranks(WINDOWS[:2]), loss_scale=scale) for scale in (1.0, 1 / 4)
     ]
@@ -133,5 +135,30 @@ def test_scale_wrt_gas_of_one_call_does_not_stick(ranks: RankPool, stage: int) -
 
 
 def test_loss_backward_at_stage_0_is_refused_by_stock(ranks: RankPool) -> None:
+    skip_without_torch_style(stage=0)
     with pytest.raises(RanksFailed, match=r"Direct calls to tensor.backward\(\)"):
         ranks.run(train_style, style="one_by_one", config=make_config(stage=0))
+
+
+def refused_backward(config: dict[str, Any]) -> dict[str, Any]:
+    from ds_unmanaged_gas import BoundaryError
+
+    engine = make_engine(config)
+    loss = forward(engine, MICRO[0])
+    try:
+        loss.backward()
+        said = ""
+    except BoundaryError as error:
+        said = str(error)
+    run_window(engine, MICRO[:2], scale_wrt_gas=False)
+    report = {"said": said, "history": [full_weights(engine)]}
+    engine.destroy()
+    return report
+
+
+@pytest.mark.skipif(HAS_TORCH_STYLE, reason="this DeepSpeed has loss.backward()")
+@pytest.mark.parametrize("stage", STAGES)
+def test_loss_backward_is_refused_before_it_accumulates(ranks: RankPool, stage: int) -> None:
+    for report in ranks.run(refused_backward, config=make_config(stage=stage)):
+        assert "call engine.backward(loss)" in report["said"]
+        assert report["history"] == reference(same_on_all_ranks([MICRO[:2]]))

@@ -1,1 +1,1 @@
-"""What tests share: ranks that are spawned once, a model with exact arithmetic, a reference."""
+"""What tests share: ranks that are started once, a model with exact arithmetic, a reference."""

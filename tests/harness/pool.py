@@ -1,4 +1,4 @@
-"""Ranks that are spawned once and reused: importing DeepSpeed costs seconds per process.
+"""Ranks that are started once and reused: importing DeepSpeed costs seconds per process.
 
 A test sends a module-level function and plain keyword arguments to every rank and gets back what
 each rank returned; assertions are made in the parent, so that pytest can explain them. A task that
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import worker
+from .releases import skip_if_stock_rejects
 
 TASK_TIMEOUT_S = 120
 """Far above the seconds that a task takes, so that only a hang reaches it."""
@@ -36,12 +37,17 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.num_starts = 0
+        self.cells: set[str] = set()
+        """The stages and offload modes of the configs that were sent, until cleared."""
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder = ""
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Every rank, and every one that replaces a failed one, is forked from a process that has
+        # done the imports.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["harness.preload"])
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -66,7 +72,11 @@ class RankPool:
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank, with the plugin enabled or not. Returns the
-        results by rank. Raises RanksFailed if a rank raises, dies or takes too long."""
+        results by rank. Raises RanksFailed if a rank raises, dies or takes too long. Skips the test
+        if stock DeepSpeed rejects the ``config``."""
+        if "config" in kwargs:
+            skip_if_stock_rejects(kwargs["config"])
+            self.cells.add(cell_of(kwargs["config"]))
         if not self._processes:
             self._start()
         # A test module is no module that another process could import; the harness is.
@@ -127,6 +137,14 @@ class RankPool:
             pipe.close()
         self._processes, self._pipes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def cell_of(config: dict[str, Any]) -> str:
+    """The stage and offload mode of a ds_config, in words."""
+    zero = config["zero_optimization"]
+    devices = {zero.get(f"offload_{what}", {}).get("device") for what in ("optimizer", "param")}
+    offload = " + NVMe" if "nvme" in devices else " + offload" if "cpu" in devices else ""
+    return f"stage {zero['stage']}{offload}"
 
 
 def configure_environment() -> None:

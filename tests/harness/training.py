@@ -9,12 +9,19 @@ import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
+from packaging.version import Version
 
 from .model import LEARNING_RATE, Heads, Weights, Window, tensors
+from .releases import DEEPSPEED
 
 STAGES = [0, 1, 2, 3]
+
+# Up to 0.15.2 ZeRO-3 aborts if a backward leaves a prefetched parameter unused, as windows with
+# another set of heads do. See the control.
+_NO_PREFETCH = {"stage3_prefetch_bucket_size": 0} if Version("0.15.3") > DEEPSPEED else {}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,12 +42,13 @@ def make_config(
         "gradient_accumulation_steps": gas,
         # Defaults to 1.0 from DeepSpeed 0.19.3, to off before.
         "gradient_clipping": 0.0,
-        "steps_per_print": None,
+        "steps_per_print": 10**9,  # None fails up to 0.15.1
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 1000,
             "stage3_param_persistence_threshold": 0,
+            **_NO_PREFETCH,
             **(zero or {}),
         },
         **top_level,
@@ -75,6 +83,7 @@ def make_engine(
         model=model, optimizer=make_optimizer(parameters), config=config, **kwargs
     )
     _detach_flat_weights(engine)
+    _make_destructible(engine)
     return engine
 
 
@@ -84,6 +93,16 @@ def _detach_flat_weights(engine: Any) -> None:
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         flat = engine.optimizer.bit16_groups_flat
         flat[:] = [tensor.detach() for tensor in flat]
+
+
+def _make_destructible(engine: Any) -> None:
+    """engine.destroy() of ZeRO-3 up to 0.16.x deletes a buffer that it made for contiguous
+    gradients only."""
+    buffer = "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"
+    if type(engine.optimizer) is DeepSpeedZeroOptimizer_Stage3 and not hasattr(
+        engine.optimizer, buffer
+    ):
+        setattr(engine.optimizer, buffer, None)
 
 
 def batch_for(engine: Any, micro_batch: Any) -> Any:

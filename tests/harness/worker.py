@@ -66,6 +66,8 @@ def _initialize(rank: int, world_size: int, folder: str) -> None:
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         accelerator.is_fp16_supported = lambda: True
+        halves = [torch.float16, torch.bfloat16]
+        accelerator.supported_dtypes = lambda: [torch.float32, *halves]
     deepspeed.init_distributed(
         dist_backend=accelerator.communication_backend_name() or "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -74,10 +76,6 @@ def _initialize(rank: int, world_size: int, folder: str) -> None:
         auto_mpi_discovery=False,
     )
     torch.set_num_threads(1)
-    # DeepSpeed collects garbage some ten times per engine; spare it what was imported.
-    importlib.import_module("harness.training")
-    importlib.import_module("ds_unmanaged_gas.engine")
-    gc.freeze()
 
 
 def _waiting(gather: Any) -> Any:
@@ -116,8 +114,11 @@ def _run(function: Any, kwargs: dict[str, Any], *, plugin: bool) -> Any:
     import ds_unmanaged_gas
 
     gc.collect()  # the last task's engines
+    gc.freeze()  # DeepSpeed collects garbage often: spare it all that was imported
     # Once an engine used torch_autocast, DeepSpeed treats all later ones of the process alike.
-    importlib.import_module("deepspeed.runtime.torch_autocast").TORCH_AUTOCAST_INITIALIZED = False
+    autocast: Any = sys.modules.get("deepspeed.runtime.torch_autocast")  # from 0.17.2
+    if autocast is not None:
+        autocast.TORCH_AUTOCAST_INITIALIZED = False
     if plugin:
         ds_unmanaged_gas.enable()
     else:
