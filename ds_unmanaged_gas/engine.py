@@ -51,9 +51,9 @@ class UnmanagedEngine:
         self.is_in_backward = False
         # True after disable(), until enable(): half of the patches would not do.
         self.is_retired = False
-        # Set by the prologue of a loss.backward(), cleared when that backward was counted.
-        self._is_torch_style_armed = False
-        # Set by the prologue too, cleared by _reduce_late_phases().
+        # The autograd graph task of a loss.backward() whose prologue has run and whose end has not.
+        self._torch_style_task: int | None = None
+        # Set by the prologue too, cleared by _settle_torch_style().
         self._may_have_late_phases = False
         self._warned_empty_step = False
         # Samples in the windows that the throughput timer has timed.
@@ -131,7 +131,7 @@ class UnmanagedEngine:
         if scale_wrt_gas and isinstance(loss, torch.Tensor):
             loss = loss / engine.gradient_accumulation_steps()
         stock_loss = self.gradients.scale_loss(loss) if isinstance(loss, torch.Tensor) else loss
-        self._reduce_late_phases(engine)
+        self._settle_torch_style(engine)
         self.is_in_backward = True
         engine.scale_wrt_gas = None
         try:
@@ -151,10 +151,9 @@ class UnmanagedEngine:
         return loss
 
     def _abandon_backward(self, engine: Any, error: BaseException) -> None:
-        """Leave nothing half done that the next backward would trip over. Where gradients stay
-        local they are what plain PyTorch would have: those of the leaves that were reached."""
-        if self.gradients.reduces_in_backward:
-            self.window.fail("an exception in backward()", error)
+        """Leave nothing half done in the engine that the next backward would trip over."""
+        # See [Note: I5, no silent partial window]
+        self.window.fail("an exception in backward()", error)
         if hasattr(engine, "_running_engine_backward"):  # up to 0.19.5 it stays set
             engine._running_engine_backward = False
         if hasattr(engine.optimizer, "_backward_active_depth"):
@@ -164,9 +163,10 @@ class UnmanagedEngine:
     def begin_torch_style(self, engine: Any) -> None:
         """A loss.backward() reached an output of this engine."""
         self.window.require_usable()
-        if not self._is_torch_style_armed:
-            self._reduce_late_phases(engine)
-        self._is_torch_style_armed = True
+        task = torch._C._current_graph_task_id()
+        if task != self._torch_style_task:
+            self._settle_torch_style(engine)
+        self._torch_style_task = task
         self._may_have_late_phases = True
         optimizer = engine.optimizer
         if getattr(optimizer, "_backward_active_depth", 0) > 1:
@@ -185,27 +185,28 @@ class UnmanagedEngine:
 
     def end_torch_style(self, engine: Any) -> None:
         """The stock epilogue of a loss.backward() has run."""
-        if self._is_torch_style_armed or self._has_one_epilogue(engine):
+        if self._torch_style_task is not None or self._has_one_epilogue(engine):
             self._end_backward(engine)
-        self._is_torch_style_armed = False
+        self._torch_style_task = None
 
     @staticmethod
     def _has_one_epilogue(engine: Any) -> bool:
         """0.18.4 runs it after each phase of a reentrant checkpoint, later releases once."""
         return hasattr(engine.optimizer, "queue_post_backward_callback")
 
-    def _reduce_late_phases(self, engine: Any) -> None:
-        """Reduce what the last loss.backward() left in the buckets.
+    def _settle_torch_style(self, engine: Any) -> None:
+        """Complete the last loss.backward(), or fail the window if an exception ended it.
 
-        0.18.4 ends it after its first autograd phase. What a reentrant checkpoint computes in
-        later ones would wait there for ever, or be counted twice. Collective on stages 2 and 3:
-        one reduction, if there was such a phase. On other releases it means that the backward did
-        not end.
+        0.18.3 and 0.18.4 end it after its first autograd phase. What a reentrant checkpoint
+        computes in later ones would wait in the buckets for ever, or be counted twice. Collective
+        on stages 2 and 3: one reduction, if there was such a phase.
         """
-        if self._may_have_late_phases and self.gradients.is_reduction_pending():
-            if self._has_one_epilogue(engine):
-                self.window.fail("a loss.backward() that did not end", None)
-                self.window.require_usable()
+        is_pending = self._may_have_late_phases and self.gradients.is_reduction_pending()
+        if self._torch_style_task is not None or (is_pending and self._has_one_epilogue(engine)):
+            # See [Note: I5, no silent partial window]
+            self.window.fail("a loss.backward() that did not end", None)
+            self.window.require_usable()
+        if is_pending:
             with self.stock():
                 engine.allreduce_gradients()
         self._may_have_late_phases = False
@@ -245,13 +246,13 @@ class UnmanagedEngine:
             _prime_grad_scalers(engine)
         # See [Note: I1, the boundary is step()]
         try:
-            self._reduce_late_phases(engine)
+            self._settle_torch_style(engine)
             with window.boundary(), self.stock():
                 self.gradients.finalize()
                 self._time_step(engine)
                 result = stock_step(*args, **kwargs)
         except BaseException as error:
-            window.fail("an exception in step()", error)
+            window.fail("an exception in step(), which may have updated some parameters,", error)
             raise
         finally:
             if engine.optimizer is not None:
@@ -263,11 +264,12 @@ class UnmanagedEngine:
         return result
 
     def discard(self, engine: Any) -> None:
-        """engine.zero_grad(): drop the open window. No collective."""
+        """engine.zero_grad(): drop the open or failed window. No collective."""
         self.require_enabled()
-        self.window.require_usable()
+        if self.window.state is WindowState.FAILED:
+            self.gradients.recover()
         self.gradients.discard()
-        self._is_torch_style_armed = self._may_have_late_phases = False
+        self._torch_style_task, self._may_have_late_phases = None, False
         self._reset_hook_state(engine)
         self.window.close()
 

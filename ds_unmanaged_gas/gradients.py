@@ -49,9 +49,6 @@ class Gradients:
     counter, no count of forwards.
     """
 
-    reduces_in_backward = False
-    """Whether an exception in backward() can leave a reduction half done."""
-
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer: Any = engine.optimizer
@@ -83,6 +80,10 @@ class Gradients:
         # bf16 at stage 0 of DeepSpeed 0.17.6-0.18.5 never clears them: they would pile up.
         for param in self.engine.module.parameters():
             param.grad = None
+
+    def recover(self) -> None:
+        """Undo what an exception left half done in backward() or step(), so that discard() can do
+        the rest. No collective."""
 
     def discard(self) -> None:
         """Drop what the open window has summed, in every place where it is. No collective."""

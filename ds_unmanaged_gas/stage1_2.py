@@ -45,6 +45,27 @@ COUNTED_ON = (
 )
 
 
+def _reset_reduction(optimizer: Any) -> None:
+    """Forget a reduction that an exception left half done: nothing is in a bucket, nothing counts
+    as reduced."""
+    if hasattr(optimizer, "ipg_buckets"):  # from 0.17.2
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+    else:
+        optimizer.params_in_ipg_bucket = []
+        optimizer.grads_in_ipg_bucket = []
+        optimizer.elements_in_ipg_bucket = 0
+        optimizer.ipg_bucket_has_moe_params = False
+        optimizer.extra_large_param_to_reduce = None
+    for index in range(len(optimizer.params_already_reduced)):
+        optimizer.params_already_reduced[index] = False
+    optimizer._clear_previous_reduced_grads()
+    optimizer._release_ipg_buffers()
+    if hasattr(optimizer, "ready_for_gradients"):  # from 0.16.5
+        optimizer.ready_for_gradients = False
+
+
 def _make_buckets(optimizer: Any) -> None:
     """Let the reduction have its buckets, which exist if a gradient hook ran since the last one. A
     rank without any backward has none."""
@@ -112,11 +133,18 @@ class Stage1Gradients(Gradients):
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
 
+    def recover(self) -> None:
+        _reset_reduction(self.optimizer)
+        self._unused.clear()
+
+    def discard(self) -> None:
+        if self.optimizer.cpu_offload:
+            self.optimizer.reset_cpu_buffers()  # norms and the overflow flag
+        super().discard()
+
 
 class Stage2Gradients(Gradients):
     """This rank's partition of the averaged gradients, which stock code sums."""
-
-    reduces_in_backward = True
 
     def is_reduction_pending(self) -> bool:
         # Set when the first hook fills a bucket, cleared by the epilogue.
@@ -173,6 +201,9 @@ class Stage2Gradients(Gradients):
 
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
+
+    def recover(self) -> None:
+        _reset_reduction(self.optimizer)
 
 
 class Stage2OffloadGradients(Stage2Gradients):

@@ -6,6 +6,7 @@ one buffer that lives as long as the optimizer and is never cleared by stock cod
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from .gradients import Gradients
 from .offload import HostSums, all_finite, keep_alive
 from .patching import PatchSpec
 from .window import attached
+
+# Of each module: how many of its outputs and inputs a backward has still to pass.
+_BACKWARD_COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 # Stock methods that are not wrapped, but whose effect is counted on. See fingerprints.py.
 COUNTED_ON = (
@@ -38,6 +42,19 @@ COUNTED_ON = (
 )
 
 
+def _coordinator_of(optimizer: Any) -> Any:
+    """What fetches and releases parameters during training."""
+    get = optimizer.parameter_offload.get_param_coordinator
+    # Up to some 0.16 there is another one for evaluation.
+    return get(training=True) if "training" in inspect.signature(get).parameters else get()
+
+
+def _drop_grad(param: Any) -> None:
+    if param.grad is not None:
+        keep_alive(param.grad)
+    param.grad = None
+
+
 class Stage3Gradients(Gradients):
     """Partitions in the optimizer's persistent buffer, copied or added to per parameter.
 
@@ -48,8 +65,6 @@ class Stage3Gradients(Gradients):
     backwards without a forward between them overwrites the first. Here the counter is set for each
     call from what this window has seen of each parameter.
     """
-
-    reduces_in_backward = True
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -90,7 +105,7 @@ class Stage3Gradients(Gradients):
         counts = [
             (vars(module), name, vars(module)[name])
             for module in self.engine.module.modules()
-            for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+            for name in _BACKWARD_COUNTS
             if name in vars(module)
         ]
         yield
@@ -146,6 +161,39 @@ class Stage3Gradients(Gradients):
     def close(self) -> None:
         self.forget()
 
+    def recover(self) -> None:
+        """Undo what an exception left half done: the reduction, and the fetching of parameters."""
+        optimizer = self.optimizer
+        if hasattr(optimizer, "ipg_buckets"):  # from 0.17.2
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.params.clear()
+                bucket.elements = 0
+        else:
+            optimizer.params_in_ipg_bucket.clear()
+        for key in optimizer.params_already_reduced:
+            optimizer.params_already_reduced[key] = False
+        for param in self._params.values():
+            _drop_grad(param)
+        self._release_parameters()
+
+    def _release_parameters(self) -> None:
+        """Leave every parameter partitioned, and let the next forward begin anew."""
+        for module in self.engine.module.modules():
+            for name in _BACKWARD_COUNTS:
+                if name in vars(module):
+                    setattr(module, name, 0)
+        fetcher = _coordinator_of(self.optimizer)
+        in_flight = fetcher._PartitionedParameterCoordinator__inflight_param_registry
+        for param in list(in_flight):
+            in_flight.pop(param).wait()
+        if hasattr(fetcher, "release_backward_leftovers"):  # from 0.19.3
+            fetcher.release_backward_leftovers()
+        fetcher.release_and_reset_all(self.engine.module)
+        if fetcher.is_complete_trace():
+            fetcher.reset_step()
+        elif not fetcher.is_invalid_trace():
+            fetcher._invalidate_trace()
+
     def forget(self) -> None:
         """Drop the window: whatever comes next is a first contribution."""
         self._dirty |= self._seen
@@ -176,9 +224,7 @@ class Stage3OffloadGradients(Stage3Gradients):
                 norm_id = self.optimizer.get_param_id(param)
                 norm = self._sums.add(param.ds_id, grad)
                 self.optimizer.norm_for_param_grads[norm_id] = norm
-            if param.grad is not None:
-                keep_alive(param.grad)
-            param.grad = None
+            _drop_grad(param)
         if on_nvme:
             super().partition(wrapped, [p for p, _ in on_nvme], [g for _, g in on_nvme])
         return []  # the buffers are for MiCS, which is refused

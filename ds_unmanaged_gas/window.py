@@ -23,7 +23,7 @@ class WindowState(enum.Enum):
     """Gradients are waiting for step(). Left by close() and fail()."""
 
     FAILED = enum.auto()
-    """An exception left it half done. Never left."""
+    """An exception left it half done. Left by close(), which discard() calls."""
 
 
 class AccumulationWindow:
@@ -33,6 +33,11 @@ class AccumulationWindow:
     DeepSpeed asks one question, "is this a gradient accumulation boundary?", from many places: to
     decide whether to reduce, to copy to the optimizer, to update. The caller owns the answer, so it
     is True exactly while step() runs, and goes back to False however step() ends.
+
+    [Note: I5, no silent partial window]
+    An exception in backward() or step() leaves some gradients added and others not, here and in
+    buckets, counters and hooks. The window is FAILED then: step() and backward() raise until it is
+    dropped, which clears all of that.
     """
 
     def __init__(self) -> None:
@@ -48,15 +53,18 @@ class AccumulationWindow:
         return WindowState.OPEN if self.num_backwards else WindowState.EMPTY
 
     def fail(self, what: str, cause: BaseException | None) -> None:
-        """Note that the window is half done: whatever is added or applied now would be wrong."""
-        self._failure, self._cause = what, cause
+        """Note that the window is half done: whatever is added or applied now would be wrong. The
+        first failure is the one that is told."""
+        if self._failure is None:
+            self._failure, self._cause = what, cause
 
     def require_usable(self) -> None:
         """Raise WindowFailedError, caused by the original exception, after fail()."""
         if self._failure is not None:
             raise WindowFailedError(
-                f"{self._failure} left this window half done, and its gradients can't be told "
-                "apart any more; build a new engine and load a checkpoint"
+                f"{self._failure} left this window of {self.num_backwards} complete backwards half "
+                "done, and its gradients can't be told apart any more; drop it with "
+                "engine.zero_grad(), and repeat its backwards if you want them"
             ) from self._cause
 
     def record_backward(self) -> None:
@@ -73,8 +81,9 @@ class AccumulationWindow:
             self.is_boundary = False
 
     def close(self) -> None:
-        """Forget the window: its gradients were applied (or skipped by an overflow)."""
+        """Forget the window: its gradients were applied, skipped by an overflow, or dropped."""
         self.num_backwards = 0
+        self._failure = self._cause = None
 
 
 _KEY = "_ds_unmanaged_gas"

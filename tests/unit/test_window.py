@@ -31,16 +31,20 @@ def test_boundary_is_false_after_an_exception() -> None:
     assert not window.is_boundary
 
 
-def test_failed_window_stays_failed_and_names_its_cause() -> None:
+def test_failed_window_names_its_first_cause_until_it_is_closed() -> None:
     window = AccumulationWindow()
     window.record_backward()
     window.require_usable()
     cause = MemoryError("out of memory")
     window.fail("an exception in backward()", cause)
+    window.fail("an exception in step()", ValueError())
     assert window.state is WindowState.FAILED
-    with pytest.raises(WindowFailedError, match=r"in backward\(\).*load a checkpoint") as caught:
+    with pytest.raises(WindowFailedError, match=r"in backward\(\).*zero_grad\(\)") as caught:
         window.require_usable()
     assert caught.value.__cause__ is cause
+    window.close()
+    assert window.state is WindowState.EMPTY
+    window.require_usable()
 
 
 def test_state_belongs_to_its_owner_alone() -> None:
