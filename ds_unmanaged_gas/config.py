@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import UnsupportedConfigError
 
 FLAG = "managed_gradient_accumulation"
-_BLOCK = "unmanaged_gradient_accumulation"
+BLOCK = "unmanaged_gradient_accumulation"
 
 AGAINST_MUON = (
     "Muon: up to 0.19.7 ZeRO-3 orthogonalizes every micro-batch instead of their sum, and no stage "
@@ -21,6 +22,22 @@ AGAINST_MUON = (
 )
 
 _COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+
+
+GRADIENT_SCALES = ("gas", "none", "num_backwards", "num_items")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The ``unmanaged_gradient_accumulation`` block of a ds_config."""
+
+    gradient_scale: str = "gas"
+    """What the sum of a window's gradients is divided by. "gas": each loss by the configured GAS
+    in backward(), as managed mode does, unless ``scale_wrt_gas=False``. "none": nothing.
+    "num_backwards", "num_items": at step(), by what was counted in the window over all ranks."""
+
+    check_ranks: bool = False
+    """Compare on all ranks what is about to be called, before collectives can be mixed up."""
 
 
 def wants_unmanaged(ds_config: Any) -> bool:
@@ -31,15 +48,12 @@ def wants_unmanaged(ds_config: Any) -> bool:
     and ignores unknown keys.
     """
     params: Mapping[str, Any] = ds_config._param_dict
-    if _BLOCK in params:
-        raise UnsupportedConfigError(
-            f'ds_config["{_BLOCK}"] = {params[_BLOCK]!r}: this version has no options to set '
-            "there; remove the block"
-        )
     for key in params:
-        if key != FLAG and difflib.get_close_matches(str(key), [FLAG, _BLOCK], cutoff=0.85):
+        is_ours = key in (FLAG, BLOCK)
+        if not is_ours and difflib.get_close_matches(str(key), [FLAG, BLOCK], cutoff=0.85):
             warnings.warn(
-                f'ds_config key "{key}" is unknown and has no effect; did you mean "{FLAG}"?',
+                f'ds_config key "{key}" is unknown and has no effect; did you mean "{FLAG}" or '
+                f'"{BLOCK}"?',
                 stacklevel=2,
             )
     flag = params.get(FLAG, True)
@@ -48,7 +62,39 @@ def wants_unmanaged(ds_config: Any) -> bool:
             f'ds_config["{FLAG}"] = {flag!r} is not a boolean; write true or false, '
             "without quotes, in JSON (True or False in Python)"
         )
+    if flag and BLOCK in params:
+        raise UnsupportedConfigError(
+            f'ds_config["{BLOCK}"] = {params[BLOCK]!r} has no effect on a managed engine; set '
+            f'"{FLAG}" to false as well, or remove the block'
+        )
     return not flag
+
+
+def options_of(ds_config: Any) -> Options:
+    """The options in the user's ds_config. Raises UnsupportedConfigError for an unknown key or a
+    value that is none of those allowed."""
+    block = ds_config._param_dict.get(BLOCK, {})
+    if not isinstance(block, dict):
+        raise UnsupportedConfigError(f'ds_config["{BLOCK}"] = {block!r} is not a JSON object')
+    known = [field.name for field in fields(Options)]
+    for key, value in block.items():
+        if key not in known:
+            raise UnsupportedConfigError(
+                f'ds_config["{BLOCK}"]["{key}"] = {value!r}: no such option; there are '
+                f"{', '.join(known)}"
+            )
+    options = Options(**block)
+    if options.gradient_scale not in GRADIENT_SCALES:
+        raise UnsupportedConfigError(
+            f'ds_config["{BLOCK}"]["gradient_scale"] = {options.gradient_scale!r} is none of '
+            f"{', '.join(GRADIENT_SCALES)}"
+        )
+    if not isinstance(options.check_ranks, bool):
+        raise UnsupportedConfigError(
+            f'ds_config["{BLOCK}"]["check_ranks"] = {options.check_ranks!r} is not a boolean; '
+            "write true or false"
+        )
+    return options
 
 
 def reject_unsupported(ds_config: Any, *, is_pipeline: bool) -> None:

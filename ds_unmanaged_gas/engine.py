@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime import engine as stock_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -22,11 +24,13 @@ from .compat import FLAG_METHOD, era_of, mirror_boundary, undecorated
 from .errors import (
     BoundaryError,
     EngineRetiredError,
+    RanksDifferError,
     UnsupportedConfigError,
+    WindowArgumentError,
     WindowOpenError,
 )
 from .patching import PatchSpec
-from .window import AccumulationWindow, WindowState, attach, attached
+from .window import Window, WindowState, attach, attached
 
 ERA = era_of(stock_engine)
 
@@ -43,8 +47,13 @@ class UnmanagedEngine:
     native unmanaged mode too, so that one set of semantics holds on all of them.
     """
 
-    def __init__(self) -> None:
-        self.window = AccumulationWindow()
+    def __init__(self, options: config.Options) -> None:
+        self.options = options
+        self.window = Window()
+        # What the caller gave to the call that is running. See counting() and stepping().
+        self._num_items: float | None = None
+        self._denominator: float | None = None
+        self._max_grad_norm: float | None = None
         self.gradients: gradients.Gradients
         # True while a stock method runs on our behalf. See [Note: stock code runs managed].
         self.is_in_stock = False
@@ -123,15 +132,19 @@ class UnmanagedEngine:
         """engine.backward(): accumulate this micro-batch. Returns the loss, divided by the
         configured GAS if ``scale_wrt_gas``."""
         self.require_enabled()
+        self._require_scalar(loss)
+        num_items = self._require_items()
+        if self.gradients.reduces_in_backward:
+            self._announce(engine, "backward()")
         self.window.require_usable()
+        self._settle_torch_style(engine)
         # Up to 0.18.2 an attribute of the engine wins over the argument, if it is not None.
         override = engine.scale_wrt_gas
         if override is not None:
             scale_wrt_gas = override
-        if scale_wrt_gas and isinstance(loss, torch.Tensor):
+        if scale_wrt_gas and self.options.gradient_scale == "gas":
             loss = loss / engine.gradient_accumulation_steps()
-        stock_loss = self.gradients.scale_loss(loss) if isinstance(loss, torch.Tensor) else loss
-        self._settle_torch_style(engine)
+        stock_loss = self.gradients.scale_loss(loss)
         self.is_in_backward = True
         engine.scale_wrt_gas = None
         try:
@@ -147,8 +160,50 @@ class UnmanagedEngine:
             if hasattr(engine, "_scale_wrt_gas"):
                 # 0.18.4-0.19.5 would keep it for later calls of loss.backward().
                 engine._scale_wrt_gas = True
-        self._end_backward(engine)
+        self._end_backward(engine, num_items)
         return loss
+
+    @staticmethod
+    def _require_scalar(loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise WindowArgumentError(f"backward() of {loss!r}, which is no tensor")
+        if loss.numel() != 1:
+            raise WindowArgumentError(
+                f"backward() of a tensor of shape {tuple(loss.shape)}: a loss has one element; "
+                "call sum() or mean() first"
+            )
+        if not loss.requires_grad:
+            raise WindowArgumentError(
+                "backward() of a loss that requires no gradient; was it computed under no_grad()?"
+            )
+
+    def _require_items(self) -> float:
+        """The items of the micro-batch whose backward begins."""
+        if self._num_items is None and self.options.gradient_scale == "num_items":
+            raise WindowArgumentError(
+                f'with ds_config["{config.BLOCK}"]["gradient_scale"] = "num_items" every backward '
+                "has to say how many items it has: "
+                "accumulation(engine).backward(loss, num_items=...)"
+            )
+        return self._num_items or 0.0
+
+    @contextmanager
+    def counting(self, num_items: float | None) -> Iterator[None]:
+        """Let the backward() inside count these items."""
+        self._num_items = num_items
+        try:
+            yield
+        finally:
+            self._num_items = None
+
+    @contextmanager
+    def stepping(self, denominator: float | None, max_grad_norm: float | None) -> Iterator[None]:
+        """Let the step() inside divide and clip by these."""
+        self._denominator, self._max_grad_norm = denominator, max_grad_norm
+        try:
+            yield
+        finally:
+            self._denominator = self._max_grad_norm = None
 
     def _abandon_backward(self, engine: Any, error: BaseException) -> None:
         """Leave nothing half done in the engine that the next backward would trip over."""
@@ -162,9 +217,12 @@ class UnmanagedEngine:
 
     def begin_torch_style(self, engine: Any) -> None:
         """A loss.backward() reached an output of this engine."""
-        self.window.require_usable()
         task = torch._C._current_graph_task_id()
         if task != self._torch_style_task:
+            self._require_items()
+            if self.gradients.reduces_in_backward:
+                self._announce(engine, "backward()")
+            self.window.require_usable()
             self._settle_torch_style(engine)
         self._torch_style_task = task
         self._may_have_late_phases = True
@@ -182,6 +240,10 @@ class UnmanagedEngine:
                 "loss.backward() is not supported by this DeepSpeed (it is from 0.18.3 on); call "
                 "engine.backward(loss). Nothing was accumulated"
             )
+
+    def announce_forward(self, engine: Any) -> None:
+        """A forward of stage 3 gathers parameters: with check_ranks, see that all ranks do it."""
+        self._announce(engine, "forward()")
 
     def end_torch_style(self, engine: Any) -> None:
         """The stock epilogue of a loss.backward() has run."""
@@ -211,8 +273,8 @@ class UnmanagedEngine:
                 engine.allreduce_gradients()
         self._may_have_late_phases = False
 
-    def _end_backward(self, engine: Any) -> None:
-        self.window.record_backward()
+    def _end_backward(self, engine: Any, num_items: float = 0.0) -> None:
+        self.window.record_backward(num_items)
         self._reset_hook_state(engine)
         # Each micro-batch on its own, as a managed engine does by calling step() after each.
         engine.tput_timer.stop(global_step=False, report_speed=False)
@@ -228,12 +290,14 @@ class UnmanagedEngine:
     def step(self, stock_step: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         """engine.step(): finalize the window and apply exactly one update."""
         self.require_enabled()
+        self._announce(engine, "step()")
         self.window.require_usable()
         if getattr(engine, "inside_no_sync_ctxt", False):
             raise BoundaryError(
                 "step() inside no_sync(): the gradients of this window would not be averaged over "
                 "ranks; leave the no_sync() block first"
             )
+        divisor = self._divisor(engine)
         window = self.window
         if window.state is WindowState.EMPTY and not self._warned_empty_step:
             self._warned_empty_step = True
@@ -247,8 +311,8 @@ class UnmanagedEngine:
         # See [Note: I1, the boundary is step()]
         try:
             self._settle_torch_style(engine)
-            with window.boundary(), self.stock():
-                self.gradients.finalize()
+            with window.boundary(), self.stock(), self._clipping(engine):
+                self.gradients.finalize(divisor)
                 self._time_step(engine)
                 result = stock_step(*args, **kwargs)
         except BaseException as error:
@@ -262,6 +326,82 @@ class UnmanagedEngine:
         self._reset_hook_state(engine)
         window.close()
         return result
+
+    def _divisor(self, engine: Any) -> float:
+        """What this window's gradients, averaged over ranks, are still to be divided by.
+
+        Collective if something is counted over ranks: one all-reduce of two numbers. Raises
+        WindowArgumentError, on every rank, if there are no items to divide by.
+        """
+        scale = self.options.gradient_scale
+        if scale not in ("num_backwards", "num_items"):
+            return self._denominator or 1.0
+        window = self.window
+        total = self._denominator
+        if total is None:
+            counts = [float(window.num_backwards), window.num_items]
+            num_backwards, num_items = _sum_over_ranks(engine, counts)
+            if num_backwards == 0:
+                return 1.0  # nothing to divide: all gradients are zero
+            total = num_items if scale == "num_items" else num_backwards
+            if total == 0:
+                raise WindowArgumentError(
+                    f"{window.num_backwards} backwards counted num_items = 0 in all, on all ranks: "
+                    "their gradients can't be divided by that; drop the window with "
+                    "engine.zero_grad(), or give step(denominator=...)"
+                )
+        # Undoes the mean over ranks.
+        return total / float(engine.dp_world_size)
+
+    @contextmanager
+    def _clipping(self, engine: Any) -> Iterator[None]:
+        """Clip by this step's own norm, if it was given one."""
+        if self._max_grad_norm is None:
+            yield
+            return
+        norm = 0.0 if math.isinf(self._max_grad_norm) else self._max_grad_norm  # 0: off
+        holders = [(engine._config, "gradient_clipping")]  # read at stage 0 in fp32
+        if hasattr(engine.optimizer, "clip_grad"):
+            holders.append((engine.optimizer, "clip_grad"))
+        before = [getattr(holder, name) for holder, name in holders]
+        for holder, name in holders:
+            setattr(holder, name, norm)
+        try:
+            yield
+        finally:
+            for (holder, name), value in zip(holders, before):
+                setattr(holder, name, value)
+
+    def _announce(self, engine: Any, call: str) -> None:
+        """With check_ranks, compare what all ranks are about to call.
+
+        Collective: one all-reduce of three numbers per rank. Raises RanksDifferError on every rank,
+        but on those whose window has failed, which go on to say so themselves.
+        """
+        if not self.options.check_ranks:
+            return
+        window = self.window
+        has_failed = window.state is WindowState.FAILED
+        row = [float(_CALLS.index(call)), float(window.num_backwards), float(has_failed)]
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        everyone = [0.0] * (3 * world_size)
+        everyone[3 * rank : 3 * rank + 3] = row
+        rows = _sum_over_ranks(engine, everyone, group=None)
+        said = [rows[3 * i : 3 * i + 3] for i in range(world_size)]
+        # At stages 0 and 1 backward() communicates nothing, and ranks may do as many as they like.
+        compared = said if self.gradients.reduces_in_backward else [[r[0], r[2]] for r in said]
+        failed = any(r[2] for r in said)
+        if has_failed or (not failed and all(r == compared[0] for r in compared)):
+            return
+        states = [
+            f"rank {i}: {_CALLS[int(c)]} after {int(n)} backwards" + (", failed" if f else "")
+            for i, (c, n, f) in enumerate(said)
+        ]
+        raise RanksDifferError(
+            f"ranks are about to do different things: {'; '.join(states)}. Nothing was done. On "
+            "ZeRO stages 2 and 3 every rank has to make the same calls; where one has no data, "
+            "let it run a backward() of a loss times zero. engine.zero_grad() drops the window"
+        )
 
     def discard(self, engine: Any) -> None:
         """engine.zero_grad(): drop the open or failed window. No collective."""
@@ -303,6 +443,19 @@ class UnmanagedEngine:
         return result
 
 
+# What is announced with check_ranks.
+_CALLS = ("forward()", "backward()", "step()")
+
+
+def _sum_over_ranks(engine: Any, numbers: list[float], *, group: Any = "data") -> list[float]:
+    """Collective: one all-reduce. By default over the ranks that gradients are averaged over."""
+    if group == "data":
+        group = engine.seq_data_parallel_group
+    total = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(total, group=group)
+    return [float(number) for number in total.tolist()]
+
+
 def _prime_grad_scalers(engine: Any) -> None:
     """Let fp16 autocast step without a loss: its GradScalers start up with the first one."""
     at_stage0 = getattr(engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
@@ -318,7 +471,7 @@ def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     if ds_config is None or not config.wants_unmanaged(ds_config):
         return wrapped(*args, **kwargs)
     config.reject_unsupported(ds_config, is_pipeline=isinstance(call["model"], PipelineModule))
-    state = UnmanagedEngine()
+    state = UnmanagedEngine(config.options_of(ds_config))
     attach(engine, state)
     with state.stock():
         result = wrapped(*args, **kwargs)
@@ -401,15 +554,17 @@ def _wrap_backward_epilogue(wrapped: Any, engine: Any, args: Any, kwargs: Any) -
 
 def _wrap_scale_output_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
-    if state is not None and state.is_in_backward:
+    if state is not None and (state.is_in_backward or state.options.gradient_scale != "gas"):
         return args[0]  # engine.backward() has divided the loss, if it is to be divided
     return wrapped(*args, **kwargs)
 
 
 def _wrap_forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    outputs = wrapped(*args, **kwargs)
     state: UnmanagedEngine | None = attached(engine)
-    if state is not None and torch.is_grad_enabled():
+    if state is not None and engine.zero_optimization_partition_weights():
+        state.announce_forward(engine)
+    outputs = wrapped(*args, **kwargs)
+    if state is not None and not gradients.HAS_TORCH_STYLE and torch.is_grad_enabled():
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(state.refuse_torch_style)  # type: ignore[no-untyped-call]
@@ -481,6 +636,12 @@ def patches() -> tuple[PatchSpec, ...]:
             "drops the open window; stock clears param.grad, where stages 2 and 3 keep nothing",
             _wrap_zero_grad,
         ),
+        on_engine(
+            "forward",
+            "compares ranks at stage 3, if asked for; up to 0.18.2 refuses a later "
+            "loss.backward(), which these releases can't finish",
+            _wrap_forward,
+        ),
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(
             "_take_model_step",
@@ -513,14 +674,6 @@ def patches() -> tuple[PatchSpec, ...]:
                 _wrap_scale_output_grad,
             ),
         ]
-    else:
-        specs.append(
-            on_engine(
-                "forward",
-                "refuses a later loss.backward(), which this release can't finish",
-                _wrap_forward,
-            )
-        )
     # Methods that only callers call: where a release lacks one there is nothing to refuse.
     refused = (
         (

@@ -21,6 +21,14 @@ class WindowFailedError(UnmanagedGasError):
     """An exception left the window half done; its gradients can't be completed or told apart."""
 
 
+class WindowArgumentError(UnmanagedGasError, ValueError):
+    """An argument of backward() or step() makes no sense. Nothing was accumulated or applied."""
+
+
+class RanksDifferError(UnmanagedGasError):
+    """Ranks are about to issue different collectives (found with ``"check_ranks": true``)."""
+
+
 class EngineRetiredError(UnmanagedGasError):
     """An engine built for unmanaged accumulation was used after ``disable()``."""
 

@@ -7,7 +7,7 @@ which DeepSpeed uses for stage 1 when a bf16 model accumulates in fp32.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,9 @@ class Gradients:
     counter, no count of forwards.
     """
 
+    reduces_in_backward = False
+    """Whether every backward() issues collectives, so that all ranks have to do the same."""
+
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer: Any = engine.optimizer
@@ -66,14 +69,31 @@ class Gradients:
         """Whether gradients wait in a bucket that the last backward should have reduced."""
         return False
 
-    def finalize(self) -> None:
-        """Hand the window to the optimizer. Called inside step(), at the boundary, on every rank.
+    def finalize(self, divisor: float) -> None:
+        """Complete the window: hand it to the optimizer, divided. Called inside step(), at the
+        boundary, on every rank. Issues the collectives of hand_over()."""
+        self.hand_over()
+        if divisor != 1.0:
+            self.divide(divisor)
+
+    def hand_over(self) -> None:
+        """Put the gradients where the optimizer reads them.
 
         Collective: one all-reduce per bucket on the data-parallel group.
         """
         # enable_backward_allreduce is off where the caller or another engine part reduces.
         if self.engine.enable_backward_allreduce:
             self.engine.allreduce_gradients()
+
+    def final(self) -> Iterable[torch.Tensor]:
+        """The gradients that the optimizer will read, each element once. After hand_over()."""
+        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+
+    def divide(self, divisor: float) -> None:
+        """Divide the window's gradients. Called at the boundary, after hand_over(): the norm, the
+        clip and the overflow check see the result. No collective."""
+        for tensor in self.final():
+            tensor.div_(divisor)
 
     def close(self) -> None:
         """Leave nothing of the window behind. Called when step() ends."""
@@ -93,7 +113,7 @@ class Gradients:
 
     def measure_norm(self) -> torch.Tensor | None:
         """The global gradient norm, or None where the optimizer reports one itself. Called at the
-        boundary, after finalize() and before clipping."""
+        boundary, after hand_over() and before clipping."""
         return None
 
     def norm_divisor(self) -> float:
@@ -137,7 +157,7 @@ class LossScaledGradients(Gradients):
         super().__init__(engine)
         model_dtype, accumulation_dtype = engine.get_data_types()
         self._sum_dtype = accumulation_dtype if accumulation_dtype != model_dtype else None
-        # Sums of this window in that dtype. Cleared by finalize().
+        # Sums of this window in that dtype. Cleared by hand_over().
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @contextmanager
@@ -159,11 +179,11 @@ class LossScaledGradients(Gradients):
         self._sums.clear()
         super().discard()
 
-    def finalize(self) -> None:
+    def hand_over(self) -> None:
         for param, total in self._sums.items():
             param.grad = total.to(param.dtype)
         self._sums.clear()
-        super().finalize()
+        super().hand_over()
 
     def _scale(self) -> float:
         # Up to 0.18.2 their backward() is called. A release that mends this would give them
@@ -195,6 +215,16 @@ class BF16Gradients(Gradients):
     def backward(self, *, retain_graph: bool) -> Iterator[None]:
         self.retain_graph = retain_graph
         yield
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        # Of these stock step() takes the norm: on every rank the same ones, whatever it used.
+        for flags in self.optimizer.fp32_groups_has_gradients:
+            flags[:] = [True] * len(flags)
+
+    def final(self) -> Iterable[torch.Tensor]:
+        flat: list[torch.Tensor] = self.optimizer.fp32_groups_gradients_flat
+        return flat
 
     def discard(self) -> None:
         self.optimizer.clear_hp_grads()

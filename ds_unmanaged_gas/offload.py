@@ -5,7 +5,8 @@ Shared by the stage 2 and stage 3 paths. Stage 1 needs none of it: it reduces on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -93,6 +94,13 @@ class HostSums:
 def all_finite(norms: list[torch.Tensor]) -> bool:
     """Whether all gradients with these norms are finite. One wait for the device."""
     return not norms or bool(torch.stack(norms).isfinite().all())
+
+
+def divide_norms(optimizer: Any, keys: Iterable[int], divisor: float) -> None:
+    """Divide the norms that stock step() adds up instead of looking at the gradients."""
+    norms = optimizer.norm_for_param_grads
+    for key in keys:
+        norms[key] = norms[key] / divisor
 
 
 def keep_alive(grad: torch.Tensor) -> None:

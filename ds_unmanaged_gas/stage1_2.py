@@ -6,6 +6,7 @@ backward and keeps this rank's partition of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary
 from .gradients import HAS_TORCH_STYLE, Gradients
-from .offload import HostSums, all_finite, keep_alive
+from .offload import HostSums, all_finite, divide_norms, keep_alive
 from .patching import PatchSpec
 from .window import attached
 
@@ -83,15 +84,15 @@ class Stage1Gradients(Gradients):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        # Only for ignore_unused_parameters: false with offload. See finalize().
+        # Only for ignore_unused_parameters: false with offload. See hand_over().
         self._unused: list[int] = []
         # Up to 0.18.9 a value above 1 makes stock code keep a copy of what it offloads, for the
         # backwards to come. There are none after this reduction.
         self.optimizer.gradient_accumulation_steps = 1
 
-    def finalize(self) -> None:
+    def hand_over(self) -> None:
         """Reduce. Collective: one all-reduce per bucket on the data-parallel group."""
-        super().finalize()
+        super().hand_over()
         for param_id in self._unused:
             # Without a norm stock step() complains about them, as it should.
             self.optimizer.norm_for_param_grads.pop(param_id, None)
@@ -130,6 +131,16 @@ class Stage1Gradients(Gradients):
         else:
             param.grad = torch.zeros_like(param)
 
+    def final(self) -> Iterable[torch.Tensor]:
+        if self.optimizer.cpu_offload:
+            return _host_gradients(self.optimizer)
+        return _partitions(self.optimizer)
+
+    def divide(self, divisor: float) -> None:
+        super().divide(divisor)
+        if self.optimizer.cpu_offload:
+            divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
+
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
 
@@ -146,6 +157,8 @@ class Stage1Gradients(Gradients):
 class Stage2Gradients(Gradients):
     """This rank's partition of the averaged gradients, which stock code sums."""
 
+    reduces_in_backward = True
+
     def is_reduction_pending(self) -> bool:
         # Set when the first hook fills a bucket, cleared by the epilogue.
         return bool(self.optimizer.ready_for_gradients)
@@ -156,7 +169,7 @@ class Stage2Gradients(Gradients):
         probe = getattr(self.optimizer, "_use_compact_grad_partition_buffer", None)
         return probe is not None and bool(probe(group))
 
-    def finalize(self) -> None:
+    def hand_over(self) -> None:
         """Assemble the flat partitions that step() reads. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
@@ -198,6 +211,9 @@ class Stage2Gradients(Gradients):
             **further,
         )
         return flat
+
+    def final(self) -> Iterable[torch.Tensor]:
+        return _partitions(self.optimizer)
 
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
@@ -246,7 +262,7 @@ class Stage2OffloadGradients(Stage2Gradients):
             self._spares[param_id] = spare
         return self._spares[param_id]
 
-    def finalize(self) -> None:
+    def hand_over(self) -> None:
         """Complete the optimizer's gradient buffer and the overflow flag. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
@@ -258,6 +274,13 @@ class Stage2OffloadGradients(Stage2Gradients):
         if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
             optimizer.local_overflow = True
 
+    def final(self) -> Iterable[torch.Tensor]:
+        return _host_gradients(self.optimizer)
+
+    def divide(self, divisor: float) -> None:
+        super().divide(divisor)
+        divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
+
     def close(self) -> None:
         self._sums.forget()
         super().close()
@@ -267,6 +290,16 @@ class Stage2OffloadGradients(Stage2Gradients):
         if hasattr(self.optimizer, "_offload_accumulated_param_ids"):  # from 0.19.0
             self.optimizer._offload_accumulated_param_ids = set()
         super().discard()
+
+
+def _partitions(optimizer: Any) -> Iterable[torch.Tensor]:
+    """The flat partitions that step() reads without offload, in pieces."""
+    return [tensor for pieces in optimizer.averaged_gradients.values() for tensor in pieces]
+
+
+def _host_gradients(optimizer: Any) -> Iterable[torch.Tensor]:
+    """The flat partitions that step() reads with offload."""
+    return [partition.grad for partition in optimizer.single_partition_of_fp32_groups]
 
 
 def _release_averaged_gradients(optimizer: Any) -> None:

@@ -7,7 +7,7 @@ one buffer that lives as long as the optimizer and is never cleared by stock cod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from .compat import mirror_boundary
 from .gradients import Gradients
-from .offload import HostSums, all_finite, keep_alive
+from .offload import HostSums, all_finite, divide_norms, keep_alive
 from .patching import PatchSpec
 from .window import attached
 
@@ -65,6 +65,8 @@ class Stage3Gradients(Gradients):
     backwards without a forward between them overwrites the first. Here the counter is set for each
     call from what this window has seen of each parameter.
     """
+
+    reduces_in_backward = True
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -115,7 +117,7 @@ class Stage3Gradients(Gradients):
     def is_reduction_pending(self) -> bool:
         return any(bucket.params for bucket in self.optimizer.ipg_buckets.values())
 
-    def finalize(self) -> None:
+    def hand_over(self) -> None:
         """Zero the partitions of parameters that took no part in the window. No collective."""
         # See [Note: I2, per-parameter participation]
         optimizer = self.optimizer
@@ -157,6 +159,9 @@ class Stage3Gradients(Gradients):
         ]
         if params:
             self.optimizer.partition_grads(params, zeros)
+
+    def final(self) -> Iterable[torch.Tensor]:
+        return [self.optimizer.grad_partitions_flat_buffer]
 
     def close(self) -> None:
         self.forget()
@@ -245,7 +250,26 @@ class Stage3OffloadGradients(Stage3Gradients):
         spare: torch.Tensor = partitions[ds_id]
         return spare
 
-    def finalize(self) -> None:
+    def finalize(self, divisor: float) -> None:
+        if divisor != 1.0:
+            for ds_id in self._seen:  # on NVMe, where hand_over() writes it to
+                self._spare(ds_id).div_(divisor)
+        super().finalize(divisor)
+
+    def final(self) -> Iterable[torch.Tensor]:
+        groups = enumerate(self.optimizer.fp32_partitioned_groups_flat)
+        on_nvme = self.optimizer._swappable_optimizer_subgroup
+        return [group.grad for index, group in groups if not on_nvme(index)]
+
+    def divide(self, divisor: float) -> None:
+        super().divide(divisor)
+        divide_norms(self.optimizer, self._host_keys(), divisor)
+
+    def _host_keys(self) -> list[int]:
+        """What stock code knows the parameters by whose sums are on the host."""
+        return [self.optimizer.get_param_id(self._params[ds_id]) for ds_id in self._sums.seen()]
+
+    def hand_over(self) -> None:
         """Complete the optimizer's gradient buffers and the overflow flag. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
@@ -256,8 +280,7 @@ class Stage3OffloadGradients(Stage3Gradients):
         self._dirty.clear()
         self._sums.finalize()
         norms = optimizer.norm_for_param_grads
-        keys = [self.optimizer.get_param_id(self._params[ds_id]) for ds_id in self._sums.seen()]
-        if not all_finite([norms[key] for key in keys]):
+        if not all_finite([norms[key] for key in self._host_keys()]):
             optimizer.inf_or_nan_tracker.fill_(True)
             self._clear_spares()
 

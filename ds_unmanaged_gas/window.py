@@ -26,7 +26,7 @@ class WindowState(enum.Enum):
     """An exception left it half done. Left by close(), which discard() calls."""
 
 
-class AccumulationWindow:
+class Window:
     """All backwards of one engine between two ``step()`` calls.
 
     [Note: I1, the boundary is step()]
@@ -42,6 +42,7 @@ class AccumulationWindow:
 
     def __init__(self) -> None:
         self.num_backwards = 0
+        self.num_items = 0.0
         self.is_boundary = False
         self._failure: str | None = None
         self._cause: BaseException | None = None
@@ -67,8 +68,9 @@ class AccumulationWindow:
                 "engine.zero_grad(), and repeat its backwards if you want them"
             ) from self._cause
 
-    def record_backward(self) -> None:
+    def record_backward(self, num_items: float = 0.0) -> None:
         self.num_backwards += 1
+        self.num_items += num_items
 
     @contextmanager
     def boundary(self) -> Iterator[None]:
@@ -83,6 +85,7 @@ class AccumulationWindow:
     def close(self) -> None:
         """Forget the window: its gradients were applied, skipped by an overflow, or dropped."""
         self.num_backwards = 0
+        self.num_items = 0.0
         self._failure = self._cause = None
 
 

@@ -58,7 +58,8 @@ def table_of(records: list[dict[str, Any]]) -> str:
         for of_era in by_era:
             having = [r["release"] for r in of_era if target in r["wrapped"]]
             everywhere = len(having) == len(of_era)
-            cells.append("" if not having else "x" if everywhere else f"from {having[0]}")
+            some = "-".join(dict.fromkeys([having[0], having[-1]])) if having else ""
+            cells.append("x" if everywhere else some)
         name = ".".join(target.split(".")[-2:])
         rows.append(f"| `{name}` | {' | '.join(cells)} | {why} |")
     traits = [f"* **{head}**: {era.trait}." for head, era in zip(heads, ERAS)]

@@ -62,11 +62,30 @@ def test_key_that_is_nearly_the_flag_warns(ranks: RankPool, key: str) -> None:
         assert '"managed_gradient_accumulation"' in texts[0]
 
 
-def test_options_block_is_refused(ranks: RankPool) -> None:
-    config = make_config(stage=0, unmanaged_gradient_accumulation={"gradient_scale": "none"})
+BAD_BLOCKS: dict[str, Any] = {
+    "gradient_scal": {"gradient_scal": "none"},
+    "'tokens'": {"gradient_scale": "tokens"},
+    "check_ranks": {"check_ranks": 1},
+    "not a JSON object": "none",
+}
+
+
+@pytest.mark.parametrize("said", BAD_BLOCKS)
+def test_bad_options_block_is_refused(ranks: RankPool, said: str) -> None:
+    config = make_config(stage=0, unmanaged_gradient_accumulation=BAD_BLOCKS[said])
     for bases, text, _, _ in ranks.run(initialize, config=config):
         assert "UnsupportedConfigError" in bases
-        assert "gradient_scale" in text
+        assert said in text
+        assert "unmanaged_gradient_accumulation" in text
+
+
+def test_options_block_of_a_managed_engine_is_refused(ranks: RankPool) -> None:
+    config = make_config(
+        stage=0, unmanaged=False, unmanaged_gradient_accumulation={"gradient_scale": "none"}
+    )
+    for bases, text, _, _ in ranks.run(initialize, config=config):
+        assert "UnsupportedConfigError" in bases
+        assert "no effect on a managed engine" in text
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -195,9 +195,9 @@ def copies_of_lone_backwards(config: dict[str, Any]) -> dict[str, int]:
         report["in backward"] += copies.number
         return result
 
-    def counting_finalize() -> None:
+    def counting_finalize(divisor: float) -> None:
         with Copies() as copies:
-            finalize()
+            finalize(divisor)
         report["in finalize"] += copies.number
 
     for window in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_unmanaged_gas.config import reject_unsupported, wants_unmanaged
+from ds_unmanaged_gas.config import Options, options_of, reject_unsupported, wants_unmanaged
 from ds_unmanaged_gas.errors import UnmanagedGasError, UnsupportedConfigError
 
 
@@ -21,6 +21,20 @@ def test_flag_absent_or_true_is_managed() -> None:
     assert not wants_unmanaged(SimpleNamespace(_param_dict={}))
     assert not wants_unmanaged(SimpleNamespace(_param_dict={"managed_gradient_accumulation": True}))
     assert wants_unmanaged(SimpleNamespace(_param_dict={"managed_gradient_accumulation": False}))
+
+
+def test_options_block() -> None:
+    def parse(block: Any) -> Options:
+        return options_of(SimpleNamespace(_param_dict={"unmanaged_gradient_accumulation": block}))
+
+    assert options_of(SimpleNamespace(_param_dict={})) == Options("gas", check_ranks=False)
+    assert parse({}) == Options()
+    assert parse({"gradient_scale": "num_items", "check_ranks": True}) == Options(
+        "num_items", check_ranks=True
+    )
+    for bad in ({"reduction": 3}, {"gradient_scale": None}, {"check_ranks": "true"}, None, []):
+        with pytest.raises(UnsupportedConfigError, match="unmanaged_gradient_accumulation"):
+            parse(bad)
 
 
 @pytest.mark.parametrize("key", ["gradient_accumulation_steps", "gradient_clipping", "zero"])

@@ -10,8 +10,9 @@ import ds_unmanaged_gas
 PACKAGE = Path(ds_unmanaged_gas.__file__).parent
 
 MAY_IMPORT = {
-    "__init__": {"errors", "installer"},
+    "__init__": {"accumulation", "errors", "installer", "window"},
     "__main__": {"", "compat"},  # "" is the package itself
+    "accumulation": {"config", "errors", "window"},
     "compat": {"errors"},
     "config": {"errors"},
     "engine": {

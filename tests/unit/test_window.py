@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from ds_unmanaged_gas.errors import WindowFailedError
-from ds_unmanaged_gas.window import AccumulationWindow, WindowState, attach, attached
+from ds_unmanaged_gas.window import Window, WindowState, attach, attached
 
 
 def test_window_opens_with_the_first_backward_and_closes_empty() -> None:
-    window = AccumulationWindow()
+    window = Window()
     assert (window.state, window.num_backwards) == (WindowState.EMPTY, 0)
     window.record_backward()
     window.record_backward()
@@ -17,7 +17,7 @@ def test_window_opens_with_the_first_backward_and_closes_empty() -> None:
 
 
 def test_boundary_is_true_inside_the_block_only() -> None:
-    window = AccumulationWindow()
+    window = Window()
     assert not window.is_boundary
     with window.boundary():
         assert window.is_boundary
@@ -25,14 +25,14 @@ def test_boundary_is_true_inside_the_block_only() -> None:
 
 
 def test_boundary_is_false_after_an_exception() -> None:
-    window = AccumulationWindow()
+    window = Window()
     with pytest.raises(ZeroDivisionError), window.boundary():
         raise ZeroDivisionError
     assert not window.is_boundary
 
 
 def test_failed_window_names_its_first_cause_until_it_is_closed() -> None:
-    window = AccumulationWindow()
+    window = Window()
     window.record_backward()
     window.require_usable()
     cause = MemoryError("out of memory")
