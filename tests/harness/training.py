@@ -10,7 +10,6 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from packaging.version import Version
 
@@ -82,17 +81,8 @@ def make_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=make_optimizer(parameters), config=config, **kwargs
     )
-    _detach_flat_weights(engine)
     _make_destructible(engine)
     return engine
-
-
-def _detach_flat_weights(engine: Any) -> None:
-    """gloo only: in 0.18.7-0.18.9 the flat weights of ZeRO-1/2 carry autograd history, and gloo's
-    in-place all-gather fails on them, in managed mode as well."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        flat = engine.optimizer.bit16_groups_flat
-        flat[:] = [tensor.detach() for tensor in flat]
 
 
 def _make_destructible(engine: Any) -> None:

@@ -61,6 +61,10 @@ def _initialize(rank: int, world_size: int, folder: str) -> None:
     # contiguous_gradients none is reduced, in managed mode as well.
     zero12: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
     zero12.split_half_float_double = _split_by_dtype
+    # gloo only: in 0.18.7-0.18.9 the flat weights of ZeRO-1/2 carry autograd history, and gloo's
+    # in-place all-gather fails on them, in managed mode as well.
+    optimizer = zero12.DeepSpeedZeroOptimizer
+    optimizer.flatten_dense_tensors_aligned = _detached(optimizer.flatten_dense_tensors_aligned)
     # The CPU accelerator reports fp16 by the presence of oneDNN kernels for it. torch computes
     # half precision on every CPU.
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -86,6 +90,13 @@ def _waiting(gather: Any) -> Any:
         return handle
 
     return gather_and_wait
+
+
+def _detached(flatten: Any) -> Any:
+    def flatten_and_detach(*args: Any, **kwargs: Any) -> Any:
+        return flatten(*args, **kwargs).detach()
+
+    return flatten_and_detach
 
 
 def _split_by_dtype(tensors: Any) -> Any:
