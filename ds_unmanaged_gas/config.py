@@ -97,6 +97,21 @@ def options_of(ds_config: Any) -> Options:
     return options
 
 
+SUMS_IN_16_BITS = (
+    "gradients of a bf16 model are added up in bf16, which loses small micro-batches in a long "
+    'window; set ds_config["data_types"]["grad_accum_dtype"] = "fp32"'
+)
+
+
+def sums_in_16_bits(ds_config: Any) -> bool:
+    """Whether a bf16 model's window is summed in bf16 though DeepSpeed could do better, as it can't
+    at stage 0 from 0.18.5 on."""
+    is_bf16 = getattr(ds_config, "bfloat16_config", None)
+    enabled = is_bf16.enabled if is_bf16 is not None else ds_config.bfloat16_enabled
+    is_fp32 = ds_config.grad_accum_dtype in ("fp32", "float32")
+    return bool(enabled) and not is_fp32 and ds_config.zero_optimization_stage > 0
+
+
 def reject_unsupported(ds_config: Any, *, is_pipeline: bool) -> None:
     """Raise UnsupportedConfigError, naming every reason, if the configuration can't be honoured."""
     reasons = [*_against_engine(ds_config, is_pipeline), *_against_zero(ds_config.zero_config)]

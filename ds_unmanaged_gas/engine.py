@@ -476,6 +476,8 @@ def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     with state.stock():
         result = wrapped(*args, **kwargs)
     state.attach(engine)
+    if config.sums_in_16_bits(ds_config) and engine.global_rank == 0:
+        logger.warning(config.SUMS_IN_16_BITS)
     return result
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(ds_unmanaged_gas.__file__).parent
 
 MAY_IMPORT = {
     "__init__": {"accumulation", "errors", "installer", "window"},
-    "__main__": {"", "compat"},  # "" is the package itself
+    "__main__": {"", "compat", "explain"},  # "" is the package itself
     "accumulation": {"config", "errors", "window"},
     "compat": {"errors"},
     "config": {"errors"},
@@ -26,6 +26,7 @@ MAY_IMPORT = {
         "window",
     },
     "errors": set(),
+    "explain": {"", "config", "errors"},
     "fingerprints": {"compat"},
     "gradients": {"patching", "window"},
     "offload": set(),
