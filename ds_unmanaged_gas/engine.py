@@ -65,6 +65,7 @@ class UnmanagedEngine:
         # Set by the prologue too, cleared by _settle_torch_style().
         self._may_have_late_phases = False
         self._warned_empty_step = False
+        self._warned_unsaved = False
         # Samples in the windows that the throughput timer has timed.
         self.timed_samples = 0
 
@@ -403,6 +404,16 @@ class UnmanagedEngine:
             "let it run a backward() of a loss times zero. engine.zero_grad() drops the window"
         )
 
+    def warn_of_unsaved_window(self) -> None:
+        """A checkpoint has no place for gradients that no step() has applied."""
+        if self.window.state is not WindowState.EMPTY and not self._warned_unsaved:
+            self._warned_unsaved = True
+            logger.warning(
+                f"save_checkpoint() does not save the gradients of {self.window.num_backwards} "
+                "backwards that no step() has applied; whoever loads this has to repeat them. "
+                "This is said once per engine."
+            )
+
     def discard(self, engine: Any) -> None:
         """engine.zero_grad(): drop the open or failed window. No collective."""
         self.require_enabled()
@@ -601,6 +612,21 @@ def _wrap_offload_states(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> A
     return wrapped(*args, **kwargs)
 
 
+def _wrap_save_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None:
+        state.warn_of_unsaved_window()
+    return wrapped(*args, **kwargs)
+
+
+def _wrap_load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine | None = attached(engine)
+    if state is not None:
+        # Its gradients are of weights that are about to be replaced.
+        state.discard(engine)
+    return wrapped(*args, **kwargs)
+
+
 def _wrap_avg_samples_per_sec(wrapped: Any, timer: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(timer)
     if state is None or timer.total_elapsed_time == 0:
@@ -643,6 +669,16 @@ def patches() -> tuple[PatchSpec, ...]:
             "compares ranks at stage 3, if asked for; up to 0.18.2 refuses a later "
             "loss.backward(), which these releases can't finish",
             _wrap_forward,
+        ),
+        on_engine(
+            "save_checkpoint",
+            "warns that the gradients of an open window are not saved",
+            _wrap_save_checkpoint,
+        ),
+        on_engine(
+            "load_checkpoint",
+            "drops the open window, whose gradients stock would apply to the restored weights",
+            _wrap_load_checkpoint,
         ),
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(

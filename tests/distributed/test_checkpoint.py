@@ -1,0 +1,158 @@
+"""Checkpoints around a window: saving leaves it alone, loading drops it, resuming is exact."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.model import LEARNING_RATE, Weights, reference, same_on_all_ranks
+from harness.pool import RankPool
+from harness.training import (
+    forward,
+    full_weights,
+    make_config,
+    make_engine,
+    offload_config,
+    run_window,
+)
+
+A, B, AB = {"a": 1}, {"b": 2}, {"a": 3, "b": 3}
+BEFORE = [[AB, A], [B, AB]]
+OPEN = [AB, A, AB]
+AFTER = [[B], [A, AB, AB], [AB]]
+
+MODES = [
+    *(pytest.param(stage, False, id=str(stage)) for stage in (0, 1, 2, 3)),
+    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
+]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Sums of halves: exact in binary, and wrong after a resume that loses optimizer state."""
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5)
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def train_and_save(
+    config: dict[str, Any], folder: str
+) -> tuple[list[Weights], tuple[int, ...], int]:
+    """BEFORE, a save in the middle of OPEN, the rest of it, AFTER."""
+    from deepspeed.utils import logger
+
+    listener = Listener()
+    logger.addHandler(listener)
+    engine = make_engine(config, optimizer=momentum)
+    history = []
+    for window in BEFORE:
+        run_window(engine, window, scale_wrt_gas=False)
+        history.append(full_weights(engine))
+    for number, micro_batch in enumerate(OPEN):
+        engine.backward(forward(engine, micro_batch), scale_wrt_gas=False)
+        if number < 2:
+            engine.save_checkpoint(folder, tag="open")
+    engine.step()
+    history.append(full_weights(engine))
+    for window in AFTER:
+        run_window(engine, window, scale_wrt_gas=False)
+        history.append(full_weights(engine))
+    counters = (engine.global_steps, engine.global_samples)
+    engine.destroy()
+    logger.removeHandler(listener)
+    warnings = sum("does not save the gradients" in message for message in listener.messages)
+    return history, counters, warnings
+
+
+def load_and_train(
+    config: dict[str, Any], folder: str, into: str
+) -> tuple[list[Weights], list[tuple[int, ...]]]:
+    """Resume from the save, in a fresh engine or in one with an open (or failed) window."""
+    engine = make_engine(config, optimizer=momentum)
+    if into != "fresh":
+        run_window(engine, [B, B], scale_wrt_gas=False)
+        for micro_batch in OPEN:
+            engine.backward(forward(engine, micro_batch), scale_wrt_gas=False)
+    if into == "failed":
+        handle = engine.module.a.bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(forward(engine, AB))
+        handle.remove()
+    path, _ = engine.load_checkpoint(folder, tag="open")
+    assert path is not None
+    counters = [(engine.global_steps, engine.global_samples)]
+    history = []
+    for window in AFTER:
+        run_window(engine, window, scale_wrt_gas=False)
+        history.append(full_weights(engine))
+    counters.append((engine.global_steps, engine.global_samples))
+    engine.destroy()
+    return history, counters
+
+
+def samples(windows: Any) -> int:
+    return 4 * sum(len(window) for window in windows)
+
+
+@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(("dtype", "accum_dtype"), [("fp32", None), ("bf16", "fp32")])
+def test_save_in_an_open_window_and_resume(
+    ranks: RankPool,
+    tmp_path: Path,
+    stage: int,
+    offload: bool,
+    dtype: str,
+    accum_dtype: str | None,
+) -> None:
+    config = (offload_config if offload else make_config)(
+        stage=stage, dtype=dtype, accum_dtype=accum_dtype
+    )
+    uninterrupted = same_on_all_ranks([*BEFORE, OPEN, *AFTER])
+    for history, counters, warnings in ranks.run(
+        train_and_save, config=config, folder=str(tmp_path)
+    ):
+        assert history == reference(uninterrupted, make_optimizer=momentum)
+        assert counters == (6, samples(uninterrupted[0]))
+        assert warnings == 1
+    # As if the open window had never been.
+    resumed = reference(same_on_all_ranks([*BEFORE, *AFTER]), make_optimizer=momentum)
+    for into in ("fresh", "open", "failed"):
+        for history, counters in ranks.run(
+            load_and_train, config=config, folder=str(tmp_path), into=into
+        ):
+            assert history == resumed[len(BEFORE) :]
+            assert counters == [(2, samples(BEFORE)), (5, samples([*BEFORE, *AFTER]))]
+
+
+def stock_load_in_an_open_window(config: dict[str, Any], folder: str) -> list[Weights]:
+    engine = make_engine(config, optimizer=momentum)
+    engine.save_checkpoint(folder, tag="start")
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(forward(engine, AB) * 1.0, scale_wrt_gas=False)
+    engine.load_checkpoint(folder, tag="start")
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(forward(engine, A) * 1.0, scale_wrt_gas=False)
+    engine.step()
+    history = [full_weights(engine)]
+    engine.destroy()
+    return history
+
+
+def test_control_stock_applies_the_open_window_to_the_loaded_weights(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config = make_config(stage=2, unmanaged=False)
+    expected = reference(same_on_all_ranks([[A]]), make_optimizer=momentum)
+    for history in ranks.run(
+        stock_load_in_an_open_window, plugin=False, config=config, folder=str(tmp_path)
+    ):
+        assert history != expected
