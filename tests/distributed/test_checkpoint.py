@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,13 @@ MODES = [
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     """Sums of halves: exact in binary, and wrong after a resume that loses optimizer state."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+OPTIMIZERS = {"momentum": momentum, "adam": adam}
 
 
 class Listener(logging.Handler):
@@ -74,10 +83,14 @@ def train_and_save(
 
 
 def load_and_train(
-    config: dict[str, Any], folder: str, into: str
+    config: dict[str, Any],
+    folder: str,
+    into: str,
+    tag: str = "open",
+    kind: str = "momentum",
 ) -> tuple[list[Weights], list[tuple[int, ...]]]:
     """Resume from the save, in a fresh engine or in one with an open (or failed) window."""
-    engine = make_engine(config, optimizer=momentum)
+    engine = make_engine(config, optimizer=OPTIMIZERS[kind])
     if into != "fresh":
         run_window(engine, [B, B], scale_wrt_gas=False)
         for micro_batch in OPEN:
@@ -87,7 +100,7 @@ def load_and_train(
         with pytest.raises(ZeroDivisionError):
             engine.backward(forward(engine, AB))
         handle.remove()
-    path, _ = engine.load_checkpoint(folder, tag="open")
+    path, _ = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
     counters = [(engine.global_steps, engine.global_samples)]
     history = []
@@ -156,3 +169,43 @@ def test_control_stock_applies_the_open_window_to_the_loaded_weights(
         stock_load_in_an_open_window, plugin=False, config=config, folder=str(tmp_path)
     ):
         assert history != expected
+
+
+def train_and_save_once(config: dict[str, Any], folder: str) -> list[Weights]:
+    """BEFORE, a save in an open window that is dropped, AFTER."""
+    engine = make_engine(config, optimizer=adam)
+    for window in BEFORE:
+        run_window(engine, window, scale_wrt_gas=False)
+    engine.backward(forward(engine, OPEN[0]), scale_wrt_gas=False)
+    engine.save_checkpoint(folder, tag="open")
+    engine.zero_grad()
+    history = []
+    for window in AFTER:
+        run_window(engine, window, scale_wrt_gas=False)
+        history.append(full_weights(engine))
+    engine.destroy()
+    return history
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_from_a_universal_checkpoint(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    """The converter of DeepSpeed knows Adam only. Its roundings are the same in both runs."""
+    config = make_config(stage=stage)
+    uninterrupted = ranks.run(train_and_save_once, config=config, folder=str(tmp_path))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", f"{tmp_path}/open", "--output_folder", f"{tmp_path}/universal"]
+    command += ["--inject_missing_state"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (tmp_path / "latest_universal").write_text("universal")
+    config["checkpoint"] = {"load_universal": True}
+    resumed = ranks.run(
+        load_and_train,
+        config=config,
+        folder=str(tmp_path),
+        into="open",
+        tag="universal",
+        kind="adam",
+    )
+    for (history, counters), expected in zip(resumed, uninterrupted):
+        assert history == expected
+        assert counters[0] == (2, samples(BEFORE))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import worker
-from .releases import skip_if_stock_rejects
+from .releases import between, skip_if_stock_rejects
 
 TASK_TIMEOUT_S = 120
 """Far above the seconds that a task takes, so that only a hang reaches it."""
@@ -151,6 +151,9 @@ def configure_environment() -> None:
     """Set what the ranks inherit, before the first of them imports torch."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Up to 0.15.4 DeepSpeed loads its own checkpoints in a way that torch 2.6 and later refuse.
+    if not between("0.16.0"):
+        os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     # Built ops of one DeepSpeed release don't load in another.
     import importlib.metadata
 
