@@ -130,6 +130,21 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """200 random windows with faults in them, per stage and offload mode, on every era.
+
+    Arguments after -- are releases. SOAK_WINDOWS and SOAK_SEED choose other windows.
+    """
+    python = torch_python(session)
+    for release in session.posargs or [NEWEST, *OLDER]:
+        env = environment(deepspeed_folder(session, python, release), release)
+        check_release(session, python, release, env)
+        env["SOAK_WINDOWS"] = os.environ.get("SOAK_WINDOWS", "200")
+        arguments = ["-q", "-s", "tests/distributed/test_soak.py"]
+        session.run(python, "-m", "pytest", *arguments, env=env, external=True)
+
+
+@nox.session(venv_backend="none")
 def fingerprints(session: nox.Session) -> None:
     """Record what is wrapped on every release, and the source of it: fingerprints.json, README."""
     python = torch_python(session)

@@ -179,6 +179,11 @@ class Stage3Gradients(Gradients):
             optimizer.params_already_reduced[key] = False
         for param in self._params.values():
             _drop_grad(param)
+        # Stock step() gives the optimizer one sub-group at a time.
+        backup = getattr(optimizer, "backup_optimizer", None)  # with a partial offload
+        for holder in (optimizer.optimizer, *([backup] if backup is not None else [])):
+            for group in holder.param_groups:
+                group["params"] = []
         self._release_parameters()
 
     def _release_parameters(self) -> None:

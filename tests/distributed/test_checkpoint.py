@@ -187,6 +187,7 @@ def train_and_save_once(config: dict[str, Any], folder: str) -> list[Weights]:
     return history
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_from_a_universal_checkpoint(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """The converter of DeepSpeed knows Adam only. Its roundings are the same in both runs."""

@@ -117,6 +117,7 @@ def test_failed_window_is_refused_until_it_is_dropped(
             assert report["samples"] == 4 * sum(len(window) for window in AFTER)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "zero",
     [

@@ -77,6 +77,7 @@ def time_windows(config: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("gas", [1, 4])
 def test_throughput_covers_the_whole_window(ranks: RankPool, stage: int, gas: int) -> None:
@@ -120,6 +121,7 @@ def clipped_reference(clip: float) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clip", [0.0, 2.0])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(

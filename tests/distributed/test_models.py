@@ -175,6 +175,7 @@ def test_model(ranks: RankPool, stage: int, model: str, kind: str) -> None:
         assert_close(history, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["torch", "two losses"])
 @pytest.mark.parametrize("model", ["Mlp", "Reentrant", "NonReentrant", "FrozenReentrant"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -117,6 +117,7 @@ def train_model(model: str, windows: Any, config: dict[str, Any]) -> list[Weight
     return history
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no-offload"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -351,6 +352,7 @@ def assert_adam_close(ours: Weights, theirs: dict[str, torch.Tensor]) -> None:
         assert difference < 2e-5, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clip", [0.0, 2.0])
 @pytest.mark.parametrize("kind", [pytest.param("cpu_adam", marks=pytest.mark.builds_op), "adamw"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

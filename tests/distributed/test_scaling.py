@@ -25,6 +25,7 @@ by_config = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @by_config
 @pytest.mark.parametrize("scale_wrt_gas", [True, False])
 def test_division_by_gas_at_backward(

@@ -1,0 +1,188 @@
+"""Random windows with faults in them: whatever happened, the weights are those of plain PyTorch.
+
+SOAK_WINDOWS windows per case (20 by default; ``nox -s soak`` runs 200), drawn from SOAK_SEED, the
+same on every rank. Each window has a random number of micro-batches over random heads, by
+engine.backward() or loss.backward(); on the way it may be dropped, an exception may come out of
+forward, backward or step, and checkpoints are saved and loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from harness.model import LEARNING_RATE, Heads, tensors, weights_of
+from harness.pool import RankPool
+from harness.releases import HAS_TORCH_STYLE
+from harness.training import forward, full_weights, make_config, make_engine, offload_config
+
+NUM_WINDOWS = int(os.environ.get("SOAK_WINDOWS", "20"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+
+MODES = [
+    *(pytest.param(stage, False, id=str(stage)) for stage in (0, 1, 2, 3)),
+    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
+]
+
+
+class Reference:
+    """Plain PyTorch on the data of all ranks, kept on every rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.model = Heads()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.saved: Any = None
+
+    def step(self, window: list[dict[str, int]]) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for micro_batch in window:
+            for rank in range(self.world_size if micro_batch else 0):
+                self.model(tensors(micro_batch, rank, torch.float32)).backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= self.world_size
+        self.optimizer.step()
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy(self.model.state_dict())
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.saved)
+
+
+class Soak:
+    def __init__(self, config: dict[str, Any], seed: int, folder: str) -> None:
+        import deepspeed
+
+        self.engine = make_engine(config)
+        self.reference = Reference(deepspeed.comm.get_world_size())
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.data = 0
+        self.steps = 0
+        self.has_torch_style = HAS_TORCH_STYLE and self.engine.zero_optimization_stage() > 0
+        self.counts: Counter[str] = Counter()
+
+    def chance(self, percent: int) -> bool:
+        return self.random.randrange(100) < percent
+
+    def micro_batch(self) -> dict[str, int]:
+        self.data += 1
+        heads = self.random.choice([("a", "b"), ("a", "b"), ("a",), ("b",), ()])
+        return dict.fromkeys(heads, self.data % 97)
+
+    def backward(self, micro_batch: dict[str, int]) -> None:
+        loss = forward(self.engine, micro_batch)
+        if self.has_torch_style and self.chance(30):
+            self.counts["loss.backward()"] += 1
+            loss.backward()
+        else:
+            self.counts["engine.backward()"] += 1
+            self.engine.backward(loss, scale_wrt_gas=False)
+
+    def fail_in_forward(self) -> None:
+        handle = self.engine.module.b.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward(self.engine, {"a": 1, "b": 1})
+        handle.remove()
+
+    def fail_in_backward(self) -> None:
+        handle = self.engine.module.a.bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.backward({"a": 1, "b": 1})
+        handle.remove()
+        self.refused_until_dropped()
+
+    def fail_in_step(self) -> None:
+        update = self.engine.basic_optimizer.step
+        self.engine.basic_optimizer.step = lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            self.engine.step()
+        self.engine.basic_optimizer.step = update
+        self.refused_until_dropped()
+
+    def refused_until_dropped(self) -> None:
+        import ds_unmanaged_gas
+
+        with pytest.raises(ds_unmanaged_gas.WindowFailedError):
+            self.engine.step()
+        assert not self.engine.is_gradient_accumulation_boundary()
+        self.engine.zero_grad()
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(self.folder, tag="soak")
+        self.reference.save()
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(self.folder, tag="soak", load_optimizer_states=True)
+        self.reference.load()
+
+    def window(self) -> None:
+        """One window, ended by a step() that is applied."""
+        kept: list[dict[str, int]] = []
+        events = {
+            "dropped": (6, self.engine.zero_grad, True),
+            "exception in forward": (5, self.fail_in_forward, False),
+            "exception in backward": (6, self.fail_in_backward, True),
+            "exception in step": (4, self.fail_in_step, True),
+            "saved": (4, self.save, False),
+            "loaded": (5, self.load, True),
+        }
+        for _ in range(self.random.choice([0, 1, 1, 2, 3, 5])):
+            kept.append(self.micro_batch())
+            self.backward(kept[-1])
+            for name, (percent, action, drops) in events.items():
+                if not self.chance(percent):
+                    continue
+                self.counts[name] += 1
+                action()
+                if drops:
+                    kept.clear()
+        self.engine.step()
+        self.reference.step(kept)
+        self.counts["empty windows" if not kept else "windows"] += 1
+
+
+def soak(config: dict[str, Any], seed: int, folder: str, num_windows: int) -> dict[str, Any]:
+    run = Soak(config, seed, folder)
+    run.save()
+    wrong = []
+    for number in range(num_windows):
+        run.window()
+        if full_weights(run.engine) != weights_of(run.reference.model):
+            wrong.append(number)
+    run.engine.destroy()
+    return {"wrong": wrong, "counts": dict(run.counts)}
+
+
+@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(("dtype", "accum_dtype"), [("fp32", None), ("bf16", "fp32")])
+def test_random_windows(
+    ranks: RankPool,
+    tmp_path: Any,
+    stage: int,
+    offload: bool,
+    dtype: str,
+    accum_dtype: str | None,
+) -> None:
+    config = (offload_config if offload else make_config)(
+        stage=stage, dtype=dtype, accum_dtype=accum_dtype
+    )
+    reports = ranks.run(
+        soak,
+        config=config,
+        seed=SEED,
+        folder=str(tmp_path),
+        num_windows=NUM_WINDOWS,
+        timeout=120 + 2 * NUM_WINDOWS,
+    )
+    print(f"\n{stage}{' offload' if offload else ''} {dtype}: {reports[0]['counts']}", end="")
+    for report in reports:
+        assert report["wrong"] == []
