@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.model import LEARNING_RATE, Weights, reference, same_on_all_ranks
-from harness.pool import RankPool
+from harness.pool import RankPool, RanksFailed
+from harness.releases import stock_cannot_load
 from harness.training import (
     forward,
     full_weights,
@@ -136,6 +138,8 @@ def test_save_in_an_open_window_and_resume(
         assert history == reference(uninterrupted, make_optimizer=momentum)
         assert counters == (6, samples(uninterrupted[0]))
         assert warnings == 1
+    if stock_cannot_load(stage, dtype, accum_dtype):
+        return
     # As if the open window had never been.
     resumed = reference(same_on_all_ranks([*BEFORE, *AFTER]), make_optimizer=momentum)
     for into in ("fresh", "open", "failed"):
@@ -163,12 +167,41 @@ def stock_load_in_an_open_window(config: dict[str, Any], folder: str) -> list[We
 def test_control_stock_applies_the_open_window_to_the_loaded_weights(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    config = make_config(stage=2, unmanaged=False)
+    config = make_config(stage=1, unmanaged=False)
     expected = reference(same_on_all_ranks([[A]]), make_optimizer=momentum)
     for history in ranks.run(
         stock_load_in_an_open_window, plugin=False, config=config, folder=str(tmp_path)
     ):
         assert history != expected
+
+
+def stock_resume(config: dict[str, Any], folder: str) -> list[Weights]:
+    engine = make_engine(config, optimizer=momentum)
+    for micro_batch in (AB, A):
+        engine.backward(forward(engine, micro_batch))
+        engine.step()
+    engine.save_checkpoint(folder, tag="stock")
+    engine.destroy()
+    engine = make_engine(config, optimizer=momentum)
+    engine.load_checkpoint(folder, tag="stock")
+    engine.backward(forward(engine, B))
+    engine.step()
+    history = [full_weights(engine)]
+    engine.destroy()
+    return history
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_control_stock_cannot_resume_bf16_summed_in_fp32(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    config = make_config(stage=stage, dtype="bf16", accum_dtype="fp32", unmanaged=False)
+    expected = reference(same_on_all_ranks([[AB], [A], [B]]), make_optimizer=momentum)[-1:]
+    resumes = False
+    with contextlib.suppress(RanksFailed):
+        histories = ranks.run(stock_resume, plugin=False, config=config, folder=str(tmp_path))
+        resumes = histories == [expected, expected]
+    assert resumes == (not stock_cannot_load(stage, "bf16", "fp32"))
 
 
 def train_and_save_once(config: dict[str, Any], folder: str) -> list[Weights]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.model import LEARNING_RATE, Heads, tensors, weights_of
 from harness.pool import RankPool
-from harness.releases import HAS_TORCH_STYLE
+from harness.releases import HAS_TORCH_STYLE, stock_cannot_load
 from harness.training import forward, full_weights, make_config, make_engine, offload_config
 
 NUM_WINDOWS = int(os.environ.get("SOAK_WINDOWS", "20"))
@@ -58,13 +58,14 @@ class Reference:
 
 
 class Soak:
-    def __init__(self, config: dict[str, Any], seed: int, folder: str) -> None:
+    def __init__(self, config: dict[str, Any], seed: int, folder: str, loads: bool) -> None:
         import deepspeed
 
         self.engine = make_engine(config)
         self.reference = Reference(deepspeed.comm.get_world_size())
         self.random = random.Random(seed)
         self.folder = folder
+        self.loads = loads
         self.data = 0
         self.steps = 0
         self.has_torch_style = HAS_TORCH_STYLE and self.engine.zero_optimization_stage() > 0
@@ -139,7 +140,7 @@ class Soak:
             kept.append(self.micro_batch())
             self.backward(kept[-1])
             for name, (percent, action, drops) in events.items():
-                if not self.chance(percent):
+                if not self.chance(percent) or (name == "loaded" and not self.loads):
                     continue
                 self.counts[name] += 1
                 action()
@@ -150,8 +151,10 @@ class Soak:
         self.counts["empty windows" if not kept else "windows"] += 1
 
 
-def soak(config: dict[str, Any], seed: int, folder: str, num_windows: int) -> dict[str, Any]:
-    run = Soak(config, seed, folder)
+def soak(
+    config: dict[str, Any], seed: int, folder: str, loads: bool, num_windows: int
+) -> dict[str, Any]:
+    run = Soak(config, seed, folder, loads)
     run.save()
     wrong = []
     for number in range(num_windows):
@@ -180,6 +183,7 @@ def test_random_windows(
         config=config,
         seed=SEED,
         folder=str(tmp_path),
+        loads=not stock_cannot_load(stage, dtype, accum_dtype),
         num_windows=NUM_WINDOWS,
         timeout=120 + 2 * NUM_WINDOWS,
     )
