@@ -279,6 +279,8 @@ class UnmanagedEngine:
         self._reset_hook_state(engine)
         # Each micro-batch on its own, as a managed engine does by calling step() after each.
         engine.tput_timer.stop(global_step=False, report_speed=False)
+        if engine.wall_clock_breakdown():
+            engine.timers.log(engine.engine_timers.micro_timers)
 
     @staticmethod
     def _reset_hook_state(engine: Any) -> None:
