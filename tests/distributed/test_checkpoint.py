@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.model import LEARNING_RATE, Weights, reference, same_on_all_ranks
 from harness.pool import RankPool, RanksFailed
-from harness.releases import stock_cannot_load
+from harness.releases import uses_fp16_optimizer
 from harness.training import (
     forward,
     full_weights,
@@ -138,7 +138,7 @@ def test_save_in_an_open_window_and_resume(
         assert history == reference(uninterrupted, make_optimizer=momentum)
         assert counters == (6, samples(uninterrupted[0]))
         assert warnings == 1
-    if stock_cannot_load(stage, dtype, accum_dtype):
+    if uses_fp16_optimizer(stage, dtype, accum_dtype):
         return
     # As if the open window had never been.
     resumed = reference(same_on_all_ranks([*BEFORE, *AFTER]), make_optimizer=momentum)
@@ -201,7 +201,7 @@ def test_control_stock_cannot_resume_bf16_summed_in_fp32(
     with contextlib.suppress(RanksFailed):
         histories = ranks.run(stock_resume, plugin=False, config=config, folder=str(tmp_path))
         resumes = histories == [expected, expected]
-    assert resumes == (not stock_cannot_load(stage, "bf16", "fp32"))
+    assert resumes == (not uses_fp16_optimizer(stage, "bf16", "fp32"))
 
 
 def train_and_save_once(config: dict[str, Any], folder: str) -> list[Weights]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.model import LEARNING_RATE, Heads, Weights, tensors, weights_of
 from harness.pool import RankPool
-from harness.releases import skip_without_torch_style
+from harness.releases import skip_without_torch_style, uses_fp16_optimizer
 from harness.training import (
     forward,
     full_weights,
@@ -123,6 +123,18 @@ def run_plan(
     return report
 
 
+def assert_same(ours: list[Weights], theirs: list[Weights], through_bf16: bool) -> None:
+    """``==``, unless the quotient was rounded to bf16: by 2**-9 of gradients below 8, in each of
+    three updates, times the learning rate."""
+    if not through_bf16:
+        assert ours == theirs
+        return
+    for our, their in zip(ours, theirs, strict=True):
+        for name, values in their.items():
+            difference = (torch.tensor(our[name]) - torch.tensor(values)).abs().max()
+            assert difference <= 3 * 8 * 2**-9 * LEARNING_RATE, name
+
+
 PRECISIONS = [("fp32", None), ("bf16", "fp32")]
 
 
@@ -137,10 +149,11 @@ def test_division_by_items_of_all_ranks(
     for plan in (ITEMS, UNEVEN) if stage < 2 else (ITEMS,):
         weights, norms = summed_reference(plan, all_items)
         reports = ranks.run(run_plan, plan=plan, config=config)
+        through_bf16 = uses_fp16_optimizer(stage, dtype, accum_dtype)
         for report, windows in zip(reports, plan):
-            assert report["weights"] == weights
-            # Squares are summed in another order: a few fp32 roundings.
-            assert report["norms"] == pytest.approx(norms, rel=1e-6)
+            assert_same(report["weights"], weights, through_bf16)
+            # Squares are summed in another order: a few fp32 roundings, or those of bf16.
+            assert report["norms"] == pytest.approx(norms, rel=2**-7 if through_bf16 else 1e-6)
             assert report["items"] == [sum(items for _, items in window) for window in windows]
 
 
@@ -155,7 +168,8 @@ def test_division_by_backwards_of_all_ranks(
     for plan in (ITEMS, UNEVEN) if stage < 2 else (ITEMS,):
         weights, _ = summed_reference(plan, all_backwards)
         for report in ranks.run(run_plan, plan=plan, config=config, style="engine"):
-            assert report["weights"] == weights
+            through_bf16 = uses_fp16_optimizer(stage, dtype, accum_dtype)
+            assert_same(report["weights"], weights, through_bf16)
 
 
 @pytest.mark.parametrize(("stage", "offload"), MODES)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.model import LEARNING_RATE, Heads, tensors, weights_of
 from harness.pool import RankPool
-from harness.releases import HAS_TORCH_STYLE, stock_cannot_load
+from harness.releases import HAS_TORCH_STYLE, uses_fp16_optimizer
 from harness.training import forward, full_weights, make_config, make_engine, offload_config
 
 NUM_WINDOWS = int(os.environ.get("SOAK_WINDOWS", "20"))
@@ -183,7 +183,7 @@ def test_random_windows(
         config=config,
         seed=SEED,
         folder=str(tmp_path),
-        loads=not stock_cannot_load(stage, dtype, accum_dtype),
+        loads=not uses_fp16_optimizer(stage, dtype, accum_dtype),
         num_windows=NUM_WINDOWS,
         timeout=120 + 2 * NUM_WINDOWS,
     )

@@ -35,9 +35,9 @@ def skip_if_stock_rejects(config: dict[str, Any]) -> None:
         pytest.skip(f"DeepSpeed {DEEPSPEED} rejects {dtype} summed in {accum_dtype} at stage 0")
 
 
-def stock_cannot_load(stage: int, dtype: str, accum_dtype: str | None) -> bool:
-    """Whether DeepSpeed loads no optimizer state of its own checkpoints, managed or not: these
-    releases use the optimizer of fp16 there, but load for the one of bf16. See the control."""
+def uses_fp16_optimizer(stage: int, dtype: str, accum_dtype: str | None) -> bool:
+    """Whether a bf16 model summed in fp32 gets DeepSpeed's fp16 optimizer instead of
+    BF16_Optimizer: gradients are bf16 when they reach it, and its checkpoints can't be loaded."""
     is_mixed = (dtype, accum_dtype) == ("bf16", "fp32")
     return stage < 2 and is_mixed and between("0.17.6", "0.18.4")
 
