@@ -210,10 +210,17 @@ class UnmanagedEngine:
         """Leave nothing half done in the engine that the next backward would trip over."""
         # See [Note: I5, no silent partial window]
         self.window.fail("an exception in backward()", error)
+        self._end_stock_backward(engine)
+
+    def _end_stock_backward(self, engine: Any) -> None:
+        """Let stock code believe that no backward is running, after one that an exception ended."""
         if hasattr(engine, "_running_engine_backward"):  # up to 0.19.5 it stays set
             engine._running_engine_backward = False
         if hasattr(engine.optimizer, "_backward_active_depth"):
             engine.optimizer._backward_active_depth = 0
+        if hasattr(engine.optimizer, "_remaining_grad_acc_hooks"):
+            # 0.18.3 and 0.18.4 count down to the end of a loss.backward().
+            engine.optimizer._remaining_grad_acc_hooks = 0
         self._reset_hook_state(engine)
 
     def begin_torch_style(self, engine: Any) -> None:
@@ -419,7 +426,10 @@ class UnmanagedEngine:
     def discard(self, engine: Any) -> None:
         """engine.zero_grad(): drop the open or failed window. No collective."""
         self.require_enabled()
+        if self._torch_style_task is not None:
+            self.window.fail("a loss.backward() that did not end", None)
         if self.window.state is WindowState.FAILED:
+            self._end_stock_backward(engine)
             self.gradients.recover()
         self.gradients.discard()
         self._torch_style_task, self._may_have_late_phases = None, False

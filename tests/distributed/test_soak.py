@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from harness.model import LEARNING_RATE, Heads, tensors, weights_of
 from harness.pool import RankPool
 from harness.releases import HAS_TORCH_STYLE, uses_fp16_optimizer
@@ -68,7 +69,8 @@ class Soak:
         self.loads = loads
         self.data = 0
         self.steps = 0
-        self.has_torch_style = HAS_TORCH_STYLE and self.engine.zero_optimization_stage() > 0
+        is_zero = isinstance(self.engine.optimizer, ZeROOptimizer)
+        self.has_torch_style = HAS_TORCH_STYLE and is_zero
         self.counts: Counter[str] = Counter()
 
     def chance(self, percent: int) -> bool:
