@@ -19,7 +19,7 @@ from harness.model import (
     same_on_all_ranks,
 )
 from harness.pool import RankPool, RanksFailed
-from harness.releases import DEEPSPEED, between
+from harness.releases import between
 from harness.training import (
     forward,
     full_weights,
@@ -30,7 +30,6 @@ from harness.training import (
     train,
     train_managed,
 )
-from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
 AB, A, B, ZERO = ("a", "b"), ("a",), ("b",), ()
@@ -140,7 +139,7 @@ def test_frozen_and_zero_sized_parameters(
 ) -> None:
     if model == "zero-sized" and stage == 3:
         pytest.skip("DeepSpeed's ZeRO-3 can't gather a parameter without elements")
-    if model == "zero-sized" and stage == 1 and offload and Version("0.19.4") > DEEPSPEED:
+    if model == "zero-sized" and stage == 1 and offload and not between("0.19.6"):
         pytest.skip("stock's overflow check takes the maximum of no elements here, managed too")
     config = (offload_config if offload else make_config)(stage=stage)
     expected = reference(same_on_all_ranks(REQUESTS))
