@@ -266,9 +266,9 @@ class Stage2OffloadGradients(Stage2Gradients):
         """Complete the optimizer's gradient buffer and the overflow flag. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
-        native = getattr(optimizer, "finalize_gradient_accumulation_boundary", None)
-        if native is not None:
-            native()  # hands over what copy() left to stock code
+        if any(self._is_compact(group) for group in range(len(optimizer.params_in_partition))):
+            # Hands over what copy() left to stock code. (0.19.4 has it for no offload at all.)
+            optimizer.finalize_gradient_accumulation_boundary()
         self._sums.finalize()
         norms = optimizer.norm_for_param_grads
         if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
