@@ -136,7 +136,7 @@ class UnmanagedEngine:
         self._require_scalar(loss)
         num_items = self._require_items()
         if self.gradients.reduces_in_backward:
-            self._announce(engine, "backward()")
+            self.announce(engine, "backward()")
         self.window.require_usable()
         self._settle_torch_style(engine)
         # Up to 0.18.2 an attribute of the engine wins over the argument, if it is not None.
@@ -229,7 +229,7 @@ class UnmanagedEngine:
         if task != self._torch_style_task:
             self._require_items()
             if self.gradients.reduces_in_backward:
-                self._announce(engine, "backward()")
+                self.announce(engine, "backward()")
             self.window.require_usable()
             self._settle_torch_style(engine)
         self._torch_style_task = task
@@ -248,10 +248,6 @@ class UnmanagedEngine:
                 "loss.backward() is not supported by this DeepSpeed (it is from 0.18.3 on); call "
                 "engine.backward(loss). Nothing was accumulated"
             )
-
-    def announce_forward(self, engine: Any) -> None:
-        """A forward of stage 3 gathers parameters: with check_ranks, see that all ranks do it."""
-        self._announce(engine, "forward()")
 
     def end_torch_style(self, engine: Any) -> None:
         """The stock epilogue of a loss.backward() has run."""
@@ -300,7 +296,7 @@ class UnmanagedEngine:
     def step(self, stock_step: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         """engine.step(): finalize the window and apply exactly one update."""
         self.require_enabled()
-        self._announce(engine, "step()")
+        self.announce(engine, "step()")
         self.window.require_usable()
         if getattr(engine, "inside_no_sync_ctxt", False):
             raise BoundaryError(
@@ -350,7 +346,9 @@ class UnmanagedEngine:
         total = self._denominator
         if total is None:
             counts = [float(window.num_backwards), window.num_items]
-            num_backwards, num_items = _sum_over_ranks(engine, counts)
+            num_backwards, num_items = _sum_over_ranks(
+                engine, counts, engine.seq_data_parallel_group
+            )
             if num_backwards == 0:
                 return 1.0  # nothing to divide: all gradients are zero
             total = num_items if scale == "num_items" else num_backwards
@@ -382,7 +380,7 @@ class UnmanagedEngine:
             for (holder, name), value in zip(holders, before):
                 setattr(holder, name, value)
 
-    def _announce(self, engine: Any, call: str) -> None:
+    def announce(self, engine: Any, call: str) -> None:
         """With check_ranks, compare what all ranks are about to call.
 
         Collective: one all-reduce of three numbers per rank. Raises RanksDifferError on every rank,
@@ -396,7 +394,7 @@ class UnmanagedEngine:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         everyone = [0.0] * (3 * world_size)
         everyone[3 * rank : 3 * rank + 3] = row
-        rows = _sum_over_ranks(engine, everyone, group=None)
+        rows = _sum_over_ranks(engine, everyone, None)
         said = [rows[3 * i : 3 * i + 3] for i in range(world_size)]
         # At stages 0 and 1 backward() communicates nothing, and ranks may do as many as they like.
         compared = said if self.gradients.reduces_in_backward else [[r[0], r[2]] for r in said]
@@ -470,10 +468,8 @@ class UnmanagedEngine:
 _CALLS = ("forward()", "backward()", "step()")
 
 
-def _sum_over_ranks(engine: Any, numbers: list[float], *, group: Any = "data") -> list[float]:
-    """Collective: one all-reduce. By default over the ranks that gradients are averaged over."""
-    if group == "data":
-        group = engine.seq_data_parallel_group
+def _sum_over_ranks(engine: Any, numbers: list[float], group: Any) -> list[float]:
+    """Collective: one all-reduce over the group, or over all ranks if it is None."""
     total = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
     dist.all_reduce(total, group=group)
     return [float(number) for number in total.tolist()]
@@ -587,7 +583,7 @@ def _wrap_scale_output_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -
 def _wrap_forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
     if state is not None and engine.zero_optimization_partition_weights():
-        state.announce_forward(engine)
+        state.announce(engine, "forward()")  # it gathers parameters
     outputs = wrapped(*args, **kwargs)
     if state is not None and not gradients.HAS_TORCH_STYLE and torch.is_grad_enabled():
         for output in tree_leaves(outputs):

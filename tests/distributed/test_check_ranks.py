@@ -12,7 +12,7 @@ from harness.training import (
     full_weights,
     make_config,
     make_engine,
-    offload_config,
+    mode_config,
     run_window,
     train,
 )
@@ -47,7 +47,7 @@ def differ(config: dict[str, Any], counts: list[int]) -> tuple[list[str], list[W
 def test_different_numbers_of_backwards_are_named_on_every_rank(
     ranks: RankPool, stage: int, offload: bool, counts: list[int]
 ) -> None:
-    config = (offload_config if offload else make_config)(stage=stage, **CHECK)
+    config = mode_config(stage, offload, **CHECK)
     expected = reference([[[AB, AB]]] * 2)
     fewer = min(counts)
     for said, weights in ranks.run(differ, config=config, counts=counts, timeout=60):

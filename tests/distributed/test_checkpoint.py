@@ -15,23 +15,21 @@ from harness.model import LEARNING_RATE, Weights, reference, same_on_all_ranks
 from harness.pool import RankPool, RanksFailed
 from harness.releases import uses_fp16_optimizer
 from harness.training import (
+    MODES,
+    broken_backward,
     forward,
     full_weights,
     make_config,
     make_engine,
-    offload_config,
+    mode_config,
     run_window,
+    run_windows,
 )
 
 A, B, AB = {"a": 1}, {"b": 2}, {"a": 3, "b": 3}
 BEFORE = [[AB, A], [B, AB]]
 OPEN = [AB, A, AB]
 AFTER = [[B], [A, AB, AB], [AB]]
-
-MODES = [
-    *(pytest.param(stage, False, id=str(stage)) for stage in (0, 1, 2, 3)),
-    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
-]
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -64,19 +62,14 @@ def train_and_save(
     listener = Listener()
     logger.addHandler(listener)
     engine = make_engine(config, optimizer=momentum)
-    history = []
-    for window in BEFORE:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history = run_windows(engine, BEFORE)
     for number, micro_batch in enumerate(OPEN):
         engine.backward(forward(engine, micro_batch), scale_wrt_gas=False)
         if number < 2:
             engine.save_checkpoint(folder, tag="open")
     engine.step()
     history.append(full_weights(engine))
-    for window in AFTER:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history += run_windows(engine, AFTER)
     counters = (engine.global_steps, engine.global_samples)
     engine.destroy()
     logger.removeHandler(listener)
@@ -98,17 +91,12 @@ def load_and_train(
         for micro_batch in OPEN:
             engine.backward(forward(engine, micro_batch), scale_wrt_gas=False)
     if into == "failed":
-        handle = engine.module.a.bias.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with broken_backward(engine), pytest.raises(ZeroDivisionError):
             engine.backward(forward(engine, AB))
-        handle.remove()
     path, _ = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
     counters = [(engine.global_steps, engine.global_samples)]
-    history = []
-    for window in AFTER:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history = run_windows(engine, AFTER)
     counters.append((engine.global_steps, engine.global_samples))
     engine.destroy()
     return history, counters
@@ -128,9 +116,7 @@ def test_save_in_an_open_window_and_resume(
     dtype: str,
     accum_dtype: str | None,
 ) -> None:
-    config = (offload_config if offload else make_config)(
-        stage=stage, dtype=dtype, accum_dtype=accum_dtype
-    )
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
     uninterrupted = same_on_all_ranks([*BEFORE, OPEN, *AFTER])
     for history, counters, warnings in ranks.run(
         train_and_save, config=config, folder=str(tmp_path)
@@ -212,10 +198,7 @@ def train_and_save_once(config: dict[str, Any], folder: str) -> list[Weights]:
     engine.backward(forward(engine, OPEN[0]), scale_wrt_gas=False)
     engine.save_checkpoint(folder, tag="open")
     engine.zero_grad()
-    history = []
-    for window in AFTER:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history = run_windows(engine, AFTER)
     engine.destroy()
     return history
 

@@ -8,7 +8,14 @@ import pytest
 from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool
 from harness.releases import STAGE2_KEEPS_THE_LAST_ONLY
-from harness.training import STAGES, forward, full_weights, make_config, make_engine, offload_config
+from harness.training import (
+    STAGES,
+    forward,
+    full_weights,
+    make_config,
+    make_engine,
+    mode_config,
+)
 
 AB = {"a": 1, "b": 1}
 
@@ -50,8 +57,7 @@ def test_dropped_window(
 ) -> None:
     if stage == 0 and offload:
         pytest.skip("DeepSpeed has no optimizer offload at stage 0")
-    make = offload_config if offload else make_config
-    config = make(stage=stage, dtype=dtype, accum_dtype=accum_dtype)
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
     kept = [window for _, window in PLAN]
     counts = [4 * sum(len(w) for w in kept[: i + 1]) for i in range(len(kept))]
     # An infinite gradient in the dropped part leaves no overflow behind.

@@ -12,12 +12,16 @@ from harness.model import Weights, reference, same_on_all_ranks
 from harness.pool import RankPool
 from harness.releases import skip_without_torch_style
 from harness.training import (
+    MODES,
+    broken_backward,
+    broken_update,
     forward,
     full_weights,
     make_config,
     make_engine,
-    offload_config,
+    mode_config,
     run_window,
+    run_windows,
 )
 
 
@@ -71,32 +75,20 @@ def break_window(
     if where == "loss":
         attempt(lambda: backward(Raise.apply(forward(engine, BAD))))
     elif where == "step":
-        update = engine.basic_optimizer.step
-        engine.basic_optimizer.step = lambda *_, **__: 1 / 0
-        attempt(engine.step)
-        engine.basic_optimizer.step = update
+        with broken_update(engine):
+            attempt(engine.step)
     else:
-        # One head is done, the other is not, when this raises.
-        handle = engine.module.a.bias.register_hook(lambda _: 1 / 0)
-        attempt(lambda: backward(forward(engine, BAD)))
-        handle.remove()
+        with broken_backward(engine):
+            attempt(lambda: backward(forward(engine, BAD)))
     assert not engine.is_gradient_accumulation_boundary()
     attempt(lambda: engine.backward(torch.zeros((), requires_grad=True)))
     attempt(engine.step)
     samples = engine.global_samples
     engine.zero_grad()
-    for window in AFTER:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history += run_windows(engine, AFTER)
     report = {"said": said, "history": history, "samples": engine.global_samples - samples}
     engine.destroy()
     return report
-
-
-MODES = [
-    *(pytest.param(stage, False, id=str(stage)) for stage in (0, 1, 2, 3)),
-    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
-]
 
 
 @pytest.mark.parametrize("where", ["loss", "middle", "first backward", "step"])
@@ -105,9 +97,7 @@ MODES = [
 def test_failed_window_is_refused_until_it_is_dropped(
     ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None, where: str
 ) -> None:
-    config = (offload_config if offload else make_config)(
-        stage=stage, dtype=dtype, accum_dtype=accum_dtype
-    )
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
     cause = "ArithmeticError" if where == "loss" else "ZeroDivisionError"
     for first in (True, False):
         expected = reference(same_on_all_ranks([*([] if first else [GOOD]), *AFTER]))
@@ -166,6 +156,6 @@ def raise_in_forward(config: dict[str, Any]) -> list[Weights]:
 
 @pytest.mark.parametrize(("stage", "offload"), MODES)
 def test_exception_in_forward_fails_nothing(ranks: RankPool, stage: int, offload: bool) -> None:
-    config = (offload_config if offload else make_config)(stage=stage)
+    config = mode_config(stage, offload)
     for history in ranks.run(raise_in_forward, config=config):
         assert history == reference(same_on_all_ranks([GOOD]))

@@ -15,18 +15,14 @@ from harness.model import LEARNING_RATE, Heads, Weights, tensors, weights_of
 from harness.pool import RankPool
 from harness.releases import skip_without_torch_style, uses_fp16_optimizer
 from harness.training import (
+    MODES,
     forward,
     full_weights,
     make_config,
     make_engine,
-    offload_config,
+    mode_config,
     run_window,
 )
-
-MODES = [
-    *(pytest.param(stage, False, id=str(stage)) for stage in (0, 1, 2, 3)),
-    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
-]
 
 # Per rank and window: the micro-batches, each with its number of items. Unequal on the ranks and
 # within a window, a micro-batch without items, a window of one, another head absent.
@@ -88,9 +84,7 @@ def world_size(windows: Any) -> float:
 
 def scaled_config(mode: str, *, offload: bool, gas: int = 4, **options: Any) -> dict[str, Any]:
     block = {"gradient_scale": mode}
-    return (offload_config if offload else make_config)(
-        gas=gas, unmanaged_gradient_accumulation=block, **options
-    )
+    return mode_config(offload=offload, gas=gas, unmanaged_gradient_accumulation=block, **options)
 
 
 def run_plan(

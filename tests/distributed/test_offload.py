@@ -25,8 +25,10 @@ from harness.training import (
     full_weights,
     make_config,
     make_engine,
+    mode_config,
     offload_config,
     run_window,
+    run_windows,
     train,
     train_managed,
 )
@@ -108,10 +110,7 @@ ODD_MODELS = {"frozen": Frozen, "zero-sized": ZeroSized}
 
 def train_model(model: str, windows: Any, config: dict[str, Any]) -> list[Weights]:
     engine = make_engine(config, model=(MODELS | ODD_MODELS)[model]())
-    history = []
-    for window in windows:
-        run_window(engine, window, scale_wrt_gas=False)
-        history.append(full_weights(engine))
+    history = run_windows(engine, windows)
     engine.destroy()
     return history
 
@@ -141,7 +140,7 @@ def test_frozen_and_zero_sized_parameters(
         pytest.skip("DeepSpeed's ZeRO-3 can't gather a parameter without elements")
     if model == "zero-sized" and stage == 1 and offload and not between("0.19.6"):
         pytest.skip("stock's overflow check takes the maximum of no elements here, managed too")
-    config = (offload_config if offload else make_config)(stage=stage)
+    config = mode_config(stage, offload)
     expected = reference(same_on_all_ranks(REQUESTS))
     for history in ranks.run(train_model, model=model, windows=REQUESTS, config=config):
         trained = [{n: w for n, w in weights.items() if n[0] in "ab"} for weights in history]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -17,6 +19,12 @@ from .model import LEARNING_RATE, Heads, Weights, Window, tensors
 from .releases import DEEPSPEED
 
 STAGES = [0, 1, 2, 3]
+
+MODES = [
+    *(pytest.param(stage, False, id=str(stage)) for stage in STAGES),
+    *(pytest.param(stage, True, id=f"{stage}-offload") for stage in (1, 2, 3)),
+]
+"""Stage, and whether the optimizer is on the CPU: the arguments of mode_config()."""
 
 # Up to 0.15.2 ZeRO-3 aborts if a backward leaves a prefetched parameter unused, as windows with
 # another set of heads do. See the control.
@@ -71,6 +79,11 @@ def offload_config(stage: int, *, param: bool = False, **options: Any) -> dict[s
     return make_config(stage=stage, zero=zero, zero_force_ds_cpu_optimizer=False, **options)
 
 
+def mode_config(stage: int, offload: bool, **options: Any) -> dict[str, Any]:
+    """make_config(), or with ``offload`` offload_config()."""
+    return (offload_config if offload else make_config)(stage=stage, **options)
+
+
 def make_engine(
     config: dict[str, Any], *, model: Any = None, optimizer: Any = None, **kwargs: Any
 ) -> Any:
@@ -113,6 +126,37 @@ def run_window(engine: Any, window: Window, **backward: Any) -> None:
     engine.step()
 
 
+def run_windows(engine: Any, windows: Sequence[Window], **backward: Any) -> list[Weights]:
+    """Run the windows, undivided unless told otherwise. Returns the weights after each."""
+    history = []
+    for window in windows:
+        run_window(engine, window, **({"scale_wrt_gas": False} | backward))
+        history.append(full_weights(engine))
+    return history
+
+
+@contextmanager
+def broken_backward(engine: Any) -> Iterator[None]:
+    """Make a backward() inside raise ZeroDivisionError when one head is done and the other is not,
+    if head a takes part."""
+    handle = engine.module.a.bias.register_hook(lambda _: 1 / 0)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def broken_update(engine: Any) -> Iterator[None]:
+    """Make a step() inside raise ZeroDivisionError in the optimizer's update."""
+    update = engine.basic_optimizer.step
+    engine.basic_optimizer.step = lambda *_, **__: 1 / 0
+    try:
+        yield
+    finally:
+        engine.basic_optimizer.step = update
+
+
 def full_weights(engine: Any) -> Weights:
     """The weights that the optimizer updates, in fp32. Collective on every stage but 0."""
     optimizer = engine.optimizer
@@ -142,10 +186,7 @@ def train(
 ) -> list[Weights]:
     """Train on this rank's windows. Returns the weights after each."""
     engine = make_engine(config)
-    history = []
-    for window in windows_by_rank[deepspeed.comm.get_rank()]:
-        run_window(engine, window, **({"scale_wrt_gas": False} | (backward or {})))
-        history.append(full_weights(engine))
+    history = run_windows(engine, windows_by_rank[deepspeed.comm.get_rank()], **(backward or {}))
     engine.destroy()
     return history
 
