@@ -102,7 +102,7 @@ def differences(config: dict[str, Any], windows: list[list[str]]) -> dict[str, A
     return report
 
 
-@pytest.mark.builds_op
+@pytest.mark.builds_op("AsyncIOBuilder")
 @pytest.mark.parametrize("param", [False, True], ids=["optimizer", "optimizer and parameters"])
 @pytest.mark.parametrize(
     ("dtype", "accum_dtype"), [("fp32", None), ("bf16", "bf16"), ("bf16", "fp32")]
@@ -122,6 +122,6 @@ def test_nvme(
         zero_force_ds_cpu_optimizer=False,
         aio={"block_size": MIN_SWAPPED_BYTES, "queue_depth": 8, "single_submit": False},
     )
-    for report in ranks.run(differences, config=config, windows=WINDOWS, timeout=400):
+    for report in ranks.run(differences, config=config, windows=WINDOWS):
         assert report["differences"] == [0.0] * len(WINDOWS)
         assert max(report["written"]) >= MIN_SWAPPED_BYTES

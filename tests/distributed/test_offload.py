@@ -230,16 +230,14 @@ def forwards_first(windows: Any, config: dict[str, Any]) -> list[Weights]:
     return history
 
 
-@pytest.mark.builds_op
+@pytest.mark.builds_op("CPUAdamBuilder")
 def test_low_precision_masters_share_the_gradient_buffer(ranks: RankPool) -> None:
     """bf16 masters: weights are exact in bf16 here while they stay below 16."""
     for stage in (2, 3):
         windows = windows_of([AB], [A, AB], [B], [AB])
         config = offload_config(stage, dtype="bf16", accum_dtype="bf16")
         config["bf16"]["bf16_master_weights_and_grads"] = True
-        for rank in ranks.run(
-            train_low_precision_masters, windows=windows, config=config, timeout=400
-        ):
+        for rank in ranks.run(train_low_precision_masters, windows=windows, config=config):
             assert rank["buffers"] == 0
             assert rank["dtypes"] == ["torch.bfloat16"]
             # DeepSpeedCPUAdam is the only optimizer that DeepSpeed allows for it: compare with
@@ -352,7 +350,9 @@ def assert_adam_close(ours: Weights, theirs: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("clip", [0.0, 2.0])
-@pytest.mark.parametrize("kind", [pytest.param("cpu_adam", marks=pytest.mark.builds_op), "adamw"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("cpu_adam", marks=pytest.mark.builds_op("CPUAdamBuilder")), "adamw"]
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
 def test_adam_norm_and_clipping(
@@ -361,7 +361,7 @@ def test_adam_norm_and_clipping(
     config = offload_config(stage, dtype=dtype, accum_dtype=accum_dtype)
     config["gradient_clipping"] = clip
     expected = clipped_adam(clip)
-    for report in ranks.run(norms_and_weights, config=config, kind=kind, timeout=400):
+    for report in ranks.run(norms_and_weights, config=config, kind=kind):
         # Squares are summed in another order: a few fp32 roundings.
         assert report["norms"] == pytest.approx(expected["norms"], rel=1e-6)
         for ours, theirs in zip(report["weights"], expected["weights"]):
@@ -407,11 +407,11 @@ def move_states(config: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.builds_op
+@pytest.mark.builds_op("FusedAdamBuilder")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_states_between_windows_only(ranks: RankPool, stage: int) -> None:
     expected = clipped_adam(0.0)["weights"]
-    for report in ranks.run(move_states, config=make_config(stage=stage), timeout=400):
+    for report in ranks.run(move_states, config=make_config(stage=stage)):
         assert "1 backwards" in report["refused"]
         for ours, theirs in zip(report["weights"], expected):
             assert_adam_close(ours, theirs)
