@@ -75,6 +75,19 @@ class AccumulationWindow:
         with self._state.stepping(divisor, clip):
             self._engine.step(**kwargs)
 
+    def grad_norm(self) -> float:
+        """The global gradient norm that the next ``step()`` will report: of the mean over ranks,
+        divided as this window's step will divide (without a ``denominator`` of its own), without
+        the loss scale and before clipping. Infinite if a gradient is not finite.
+
+        The window stays as it is, bit for bit; there may be more backwards. At stages 0 and 1 this
+        takes a temporary copy of the local gradients and issues the reduction that ``step()`` will
+        issue again; at stages 2 and 3 a few all-reduces of one number. Every rank has to call it.
+
+        Raises WindowFailedError for a failed window, and BoundaryError inside ``no_sync()``.
+        """
+        return float(self._state.grad_norm(self._engine))
+
     def discard(self) -> None:
         """Drop the window, open or failed, as ``engine.zero_grad()`` does. No collective."""
         self._engine.zero_grad()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import engine as stock_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -19,7 +20,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.timer import ThroughputTimer
 from torch.utils._pytree import tree_leaves
 
-from . import config, gradients, stage1_2, stage3
+from . import config, gradients, inspection, stage1_2, stage3
 from .compat import FLAG_METHOD, era_of, mirror_boundary, undecorated
 from .errors import (
     BoundaryError,
@@ -30,12 +31,9 @@ from .errors import (
     WindowOpenError,
 )
 from .patching import PatchSpec
-from .window import Window, WindowState, attach, attached
+from .window import Window, WindowState, attach, attached, live_engines
 
 ERA = era_of(stock_engine)
-
-# Every unmanaged engine that is alive: disable() has to know them.
-_live_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class UnmanagedEngine:
@@ -68,6 +66,11 @@ class UnmanagedEngine:
         self._warned_unsaved = False
         # Samples in the windows that the throughput timer has timed.
         self.timed_samples = 0
+        # Keeps what preview() handed over until end_preview() takes it back.
+        self._preview = ExitStack()
+        self._preview_is_open = False
+        # By id, from the first question on. See has().
+        self._params: dict[int, Any] = {}
 
     def attach(self, engine: Any) -> None:
         """Take over a freshly built engine. Raises UnsupportedConfigError if its parts are ones
@@ -100,7 +103,7 @@ class UnmanagedEngine:
             # Built as True. A backward that doesn't pass through engine.forward() would read it.
             mirror_boundary(engine.optimizer, False)
         attach(engine.tput_timer, self)
-        _live_engines.add(engine)
+        live_engines.add(engine)
 
     def require_enabled(self) -> None:
         """Raise EngineRetiredError after ``disable()``."""
@@ -138,6 +141,7 @@ class UnmanagedEngine:
         if self.gradients.reduces_in_backward:
             self.announce(engine, "backward()")
         self.window.require_usable()
+        self.end_preview()
         self._settle_torch_style(engine)
         # Up to 0.18.2 an attribute of the engine wins over the argument, if it is not None.
         override = engine.scale_wrt_gas
@@ -231,6 +235,7 @@ class UnmanagedEngine:
             if self.gradients.reduces_in_backward:
                 self.announce(engine, "backward()")
             self.window.require_usable()
+            self.end_preview()
             self._settle_torch_style(engine)
         self._torch_style_task = task
         self._may_have_late_phases = True
@@ -297,12 +302,7 @@ class UnmanagedEngine:
         """engine.step(): finalize the window and apply exactly one update."""
         self.require_enabled()
         self.announce(engine, "step()")
-        self.window.require_usable()
-        if getattr(engine, "inside_no_sync_ctxt", False):
-            raise BoundaryError(
-                "step() inside no_sync(): the gradients of this window would not be averaged over "
-                "ranks; leave the no_sync() block first"
-            )
+        self._require_readable(engine, "step()")
         divisor = self._divisor(engine)
         window = self.window
         if window.state is WindowState.EMPTY and not self._warned_empty_step:
@@ -332,6 +332,96 @@ class UnmanagedEngine:
         self._reset_hook_state(engine)
         window.close()
         return result
+
+    def _require_readable(self, engine: Any, call: str) -> None:
+        """Raise unless the window is complete as it is."""
+        self.window.require_usable()
+        self.end_preview()
+        if getattr(engine, "inside_no_sync_ctxt", False):
+            raise BoundaryError(
+                f"{call} inside no_sync(): the gradients of this window would not be averaged over "
+                "ranks; leave the no_sync() block first"
+            )
+
+    def grad_norm(self, engine: Any) -> float:
+        """The global norm that the next step() will report. Leaves the window as it is.
+
+        Collective: those of step(), up to the norm, and one all-reduce of one number.
+        """
+        self.require_enabled()
+        self.announce(engine, "grad_norm()")
+        self._require_readable(engine, "grad_norm()")
+        divisor = self._divisor(engine)
+        gradients = self.gradients
+        with self._looking(engine), gradients.lend():
+            gradients.hand_over()
+            norm = gradients.norm() / gradients.loss_scale() / divisor
+            # The optimizers replace a norm that is not finite by one that is.
+            is_bad = not all(bool(t.isfinite().all()) for t in gradients.tell_overflow())
+            (num_bad,) = _sum_over_ranks(engine, [float(is_bad)], None)
+        return math.inf if num_bad else norm
+
+    @contextmanager
+    def _looking(self, engine: Any) -> Iterator[None]:
+        """Put stock code at the boundary, where an exception fails the window as in step()."""
+        try:
+            self._settle_torch_style(engine)
+            with self.window.boundary(), self.stock():
+                yield
+        except BaseException as error:
+            # See [Note: I5, no silent partial window]
+            self.window.fail("an exception while its gradients were read", error)
+            raise
+        finally:
+            if engine.optimizer is not None:
+                mirror_boundary(engine.optimizer, False)
+
+    def has(self, engine: Any, param: Any) -> bool:
+        """Whether a parameter is one of this engine's."""
+        if not self._params:
+            self._params = {id(each): each for each in engine.module.parameters()}
+        return id(param) in self._params
+
+    def full_grad(self, stock_getter: Callable[..., Any], param: Any) -> torch.Tensor | None:
+        """safe_get_full_grad() in a window that is not empty. Collective."""
+        engine = self.gradients.engine
+        self._require_readable(engine, "safe_get_full_grad()")
+        if self.gradients.reduces_in_backward:
+            self.preview()
+            full: torch.Tensor | None = stock_getter(param)
+            return full
+        if is_moe_param(param):
+            raise UnsupportedConfigError(
+                "safe_get_full_grad() is not supported for the experts (MoE) of an open window at "
+                "ZeRO stages 0 and 1"
+            )
+        self._settle_torch_style(engine)
+        total = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+        local = self.gradients.local_grad(param)
+        if local is not None:
+            total.add_(local.view_as(total))  # some sums are flat
+        if engine.enable_backward_allreduce:
+            dist.all_reduce(total, group=engine.seq_data_parallel_group)
+            total.div_(engine.dp_world_size)
+        return total
+
+    def preview(self) -> None:
+        """Hand the window over for stock code that reads it, until something changes it. Only where
+        backward() reduces. No collective, but for a loss.backward() that is to be settled."""
+        self.require_enabled()
+        self.window.require_usable()
+        if self._preview_is_open:
+            return
+        engine = self.gradients.engine
+        with self._looking(engine):
+            self._preview.enter_context(self.gradients.lend())
+            self._preview_is_open = True
+            self.gradients.hand_over()
+
+    def end_preview(self) -> None:
+        """Take back what preview() handed over."""
+        self._preview.close()
+        self._preview_is_open = False
 
     def _divisor(self, engine: Any) -> float:
         """What this window's gradients, averaged over ranks, are still to be divided by.
@@ -424,6 +514,7 @@ class UnmanagedEngine:
     def discard(self, engine: Any) -> None:
         """engine.zero_grad(): drop the open or failed window. No collective."""
         self.require_enabled()
+        self.end_preview()
         if self._torch_style_task is not None:
             self.window.fail("a loss.backward() that did not end", None)
         if self.window.state is WindowState.FAILED:
@@ -465,7 +556,7 @@ class UnmanagedEngine:
 
 
 # What is announced with check_ranks.
-_CALLS = ("forward()", "backward()", "step()")
+_CALLS = ("forward()", "backward()", "step()", "grad_norm()")
 
 
 def _sum_over_ranks(engine: Any, numbers: list[float], group: Any) -> list[float]:
@@ -537,7 +628,7 @@ def _wrap_zero_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap_destroy(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    _live_engines.discard(engine)
+    live_engines.discard(engine)
     return wrapped(*args, **kwargs)
 
 
@@ -755,10 +846,11 @@ def patches() -> tuple[PatchSpec, ...]:
                 method=managed_gradient_accumulation,
             )
         )
-    return (*specs, *gradients.patches(), *stage1_2.patches(), *stage3.patches())
+    parts = (gradients, stage1_2, stage3, inspection)
+    return (*specs, *(spec for part in parts for spec in part.patches()))
 
 
-def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type, str]]:
+def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type | ModuleType, str]]:
     """The stock methods whose source matters: those that are wrapped, and those whose effect the
     wrappers count on."""
     yield from ((spec.owner, spec.name) for spec in specs if spec.wrapper is not None)
@@ -775,7 +867,7 @@ def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type, str]]:
 
 def require_no_open_window() -> None:
     """Raise WindowOpenError if a live engine holds gradients that no step() has applied."""
-    for engine in _live_engines:
+    for engine in live_engines:
         state: UnmanagedEngine = attached(engine)
         if state.window.state is WindowState.OPEN:
             raise WindowOpenError(
@@ -790,7 +882,7 @@ _RETIRED_METHODS = ("backward", "step", "forward")
 
 def retire_live_engines() -> None:
     """Make every live unmanaged engine raise on use, until enable() is called again."""
-    for engine in _live_engines:
+    for engine in live_engines:
         state: UnmanagedEngine = attached(engine)
         state.is_retired = True
         # On the instance: the class has its stock methods back.
@@ -807,7 +899,7 @@ def _refuse_retired(state: UnmanagedEngine) -> Callable[..., None]:
 
 def revive_live_engines() -> None:
     """Undo retire_live_engines()."""
-    for engine in _live_engines:
+    for engine in live_engines:
         attached(engine).is_retired = False
         for name in _RETIRED_METHODS:
             vars(engine).pop(name, None)

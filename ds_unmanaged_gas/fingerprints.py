@@ -13,11 +13,13 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from types import ModuleType
 from typing import Any
 
 from .compat import undecorated
+from .patching import full_name
 
-Method = tuple[type, str]
+Method = tuple[type | ModuleType, str]
 
 
 def of(function: Any) -> str:
@@ -25,11 +27,6 @@ def of(function: Any) -> str:
     lines = [line.strip() for line in inspect.getsource(undecorated(function)).splitlines()]
     code = "\n".join(line for line in lines if line and not line.startswith("#"))
     return hashlib.sha256(code.encode()).hexdigest()[:12]
-
-
-def target(owner: type, name: str) -> str:
-    """The full name of a method."""
-    return f"{owner.__module__}.{owner.__qualname__}.{name}"
 
 
 def known() -> Mapping[str, Mapping[str, list[str]]]:
@@ -50,6 +47,6 @@ def unknown(methods: Iterable[Method]) -> list[str]:
             fingerprint = of(vars(owner)[name])
         except OSError:  # installed without its source
             fingerprint = ""
-        if fingerprint not in recorded.get(target(owner, name), {}):
+        if fingerprint not in recorded.get(full_name(owner, name), {}):
             changed.append(f"{owner.__name__}.{name}")
     return changed

@@ -17,8 +17,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
 
+from .errors import UnsupportedConfigError
 from .patching import PatchSpec
 from .window import attached
 
@@ -73,6 +74,7 @@ class Gradients:
         """Complete the window: hand it to the optimizer, divided. Called inside step(), at the
         boundary, on every rank. Issues the collectives of hand_over()."""
         self.hand_over()
+        self.check_overflow()
         if divisor != 1.0:
             self.divide(divisor)
 
@@ -88,6 +90,40 @@ class Gradients:
     def final(self) -> Iterable[torch.Tensor]:
         """The gradients that the optimizer will read, each element once. After hand_over()."""
         return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+
+    def check_overflow(self) -> None:
+        """Tell the optimizer of an overflow that it would not find itself. After hand_over(). No
+        collective."""
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Surround a hand_over() that no update follows: the window goes on, bit for bit."""
+        held = [(param, param.grad) for param in self.engine.module.parameters()]
+        for param, grad in held:
+            param.grad = None if grad is None else grad.clone()  # it is reduced in place
+        try:
+            yield
+        finally:
+            for param, grad in held:
+                param.grad = grad
+
+    def norm(self) -> float:
+        """The global norm of the handed over gradients, still times the loss scale. Collective: as
+        many all-reduces of one number as the optimizer's own step() makes for it."""
+        return float(_norm_of(self.engine))
+
+    def loss_scale(self) -> float:
+        """What the gradients are too large by."""
+        return 1.0
+
+    def tell_overflow(self) -> Iterable[torch.Tensor]:
+        """Something to look at for infinities and NaNs. After hand_over()."""
+        return self.final()
+
+    def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """What this rank has summed of a parameter, not averaged over ranks. Only where backward()
+        does not reduce."""
+        return param.grad
 
     def divide(self, divisor: float) -> None:
         """Divide the window's gradients. Called at the boundary, after hand_over(): the norm, the
@@ -121,25 +157,30 @@ class Gradients:
         return 1.0
 
 
+def _norm_of(engine: Any) -> torch.Tensor:
+    """The norm of all ``param.grad``, a 0-dim fp32 tensor. Collective with an mpu: one
+    model-parallel all-reduce."""
+    params = [p for p in engine.module.parameters() if p.grad is not None]
+    mpu = engine.mpu
+    if mpu is not None and mpu.get_model_parallel_rank() != 0:
+        params = [p for p in params if is_model_parallel_parameter(p)]  # rank 0 has the others
+    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=engine.device)
+    if mpu is not None:
+        dist.all_reduce(square, group=mpu.get_model_parallel_group())
+    return square.sqrt()
+
+
 class BareGradients(Gradients):
     """A torch optimizer that DeepSpeed leaves as it is: stage 0 in fp32."""
 
     def measure_norm(self) -> torch.Tensor:
-        """A 0-dim fp32 tensor. Collective with an mpu: one model-parallel all-reduce."""
-        engine = self.engine
-        params = [p for p in engine.module.parameters() if p.grad is not None]
-        mpu = engine.mpu
-        if mpu is not None and mpu.get_model_parallel_rank() != 0:
-            params = [p for p in params if is_model_parallel_parameter(p)]  # rank 0 has the others
-        grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-        square = (
-            torch.stack(norms).square().sum() if norms else torch.zeros((), device=engine.device)
-        )
-        if mpu is not None:
-            dist.all_reduce(square, group=mpu.get_model_parallel_group())
-        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
-        return square.sqrt() / (scaler.get_scale() if scaler else 1.0)
+        return _norm_of(self.engine) / self.loss_scale()
+
+    def loss_scale(self) -> float:
+        scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
+        return float(scaler.get_scale()) if scaler else 1.0
 
 
 class LossScaledGradients(Gradients):
@@ -185,12 +226,25 @@ class LossScaledGradients(Gradients):
         self._sums.clear()
         super().hand_over()
 
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        sums = dict(self._sums)
+        with super().lend():
+            yield
+        self._sums = sums
+
+    def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        return self._sums.get(param, param.grad)
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
     def _scale(self) -> float:
         # Up to 0.18.2 their backward() is called. A release that mends this would give them
         # scale_if_loss(), as ZeRO optimizers have.
         if not HAS_TORCH_STYLE or hasattr(self.optimizer, "scale_if_loss"):
             return 1.0
-        return float(self.optimizer.loss_scale)
+        return self.loss_scale()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         scale = self._scale()
@@ -199,9 +253,7 @@ class LossScaledGradients(Gradients):
 
     def norm_divisor(self) -> float:
         # FP16_UnfusedOptimizer reports the norm of the still scaled gradients.
-        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            return float(self.optimizer.loss_scale)
-        return 1.0
+        return self.loss_scale() if isinstance(self.optimizer, FP16_UnfusedOptimizer) else 1.0
 
 
 class BF16Gradients(Gradients):
@@ -225,6 +277,38 @@ class BF16Gradients(Gradients):
     def final(self) -> Iterable[torch.Tensor]:
         flat: list[torch.Tensor] = self.optimizer.fp32_groups_gradients_flat
         return flat
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        sums = [flat.clone() for flat in self.final()]
+        contributed = [list(flags) for flags in optimizer.fp32_groups_has_gradients]
+        try:
+            yield
+        finally:
+            for flat, held in zip(self.final(), sums):
+                flat.copy_(held)
+            for flags, flags_held in zip(optimizer.fp32_groups_has_gradients, contributed):
+                flags[:] = flags_held
+
+    def norm(self) -> float:
+        optimizer = self.optimizer
+        grads, of_experts = optimizer.get_grads_for_norm()
+        if of_experts:
+            raise UnsupportedConfigError(
+                "grad_norm() is not supported with bf16 experts (MoE) summed in fp32; read "
+                "engine.get_global_grad_norm() after step()"
+            )
+        norm = float(get_global_norm_of_tensors(grads, mpu=optimizer.mpu))
+        return 0.0 if norm <= 2 * _TINY_NORM else norm
+
+    def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        optimizer = self.optimizer
+        for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
+            for candidate, grad in zip(params, grads):
+                if candidate is param:
+                    return grad  # type: ignore[no-any-return]
+        return None
 
     def discard(self) -> None:
         self.optimizer.clear_hp_grads()

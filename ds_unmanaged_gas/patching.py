@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -24,6 +25,13 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 _ABSENT = object()
 
 
+def full_name(owner: type | ModuleType, name: str) -> str:
+    """The dotted name of an attribute of a class or a module."""
+    if isinstance(owner, ModuleType):
+        return f"{owner.__name__}.{name}"
+    return f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class PatchSpec:
     """One change to make: wrap ``owner.name``, or add it where the owner lacks it.
@@ -32,7 +40,7 @@ class PatchSpec:
     Exactly one of ``wrapper`` and ``method`` is given.
     """
 
-    owner: type
+    owner: type | ModuleType
     name: str
     why: str
     wrapper: Wrapper | None = None
@@ -40,7 +48,7 @@ class PatchSpec:
 
     @property
     def target(self) -> str:
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        return full_name(self.owner, self.name)
 
 
 @dataclass(frozen=True, slots=True)

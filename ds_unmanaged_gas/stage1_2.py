@@ -6,7 +6,8 @@ backward and keeps this rank's partition of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ COUNTED_ON = (
             "reduce_ready_partitions_and_remove_grads",
             "get_flat_partition",
             "reset_cpu_buffers",
+            "scaled_global_norm",
             "step",
             "zero_grad",
         ),
@@ -89,6 +91,41 @@ class Stage1Gradients(Gradients):
         # Up to 0.18.9 a value above 1 makes stock code keep a copy of what it offloads, for the
         # backwards to come. There are none after this reduction.
         self.optimizer.gradient_accumulation_steps = 1
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        params = [p for group in optimizer.bit16_groups for p in group]
+        sums = [getattr(param, "grad_accum", None) for param in params]
+        for param, grad in zip(params, sums):
+            if grad is not None:
+                param.grad_accum = grad.clone()  # large ones are reduced in place
+        try:
+            with super().lend():
+                yield
+        finally:
+            if hasattr(optimizer, "clear_backward_seen_flag"):
+                # From 0.18.5: the reduction left a mark, by which the next forward would drop sums.
+                optimizer.clear_backward_seen_flag()
+            for param, grad in zip(params, sums):
+                if hasattr(param, "grad_accum"):
+                    param.grad_accum = grad
+            _release_averaged_gradients(optimizer)
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()  # norms and the overflow flag
+
+    def norm(self) -> float:
+        return float(self.optimizer.scaled_global_norm())
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    def tell_overflow(self) -> Iterable[torch.Tensor]:
+        return _tell_overflow(self.optimizer, self.final())
+
+    def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        grad: torch.Tensor | None = self.optimizer.get_gradient_for_reduction(param)
+        return grad
 
     def hand_over(self) -> None:
         """Reduce. Collective: one all-reduce per bucket on the data-parallel group."""
@@ -168,6 +205,29 @@ class Stage2Gradients(Gradients):
         at the end: 0.19.8, if a 16-bit model accumulates in fp32."""
         probe = getattr(self.optimizer, "_use_compact_grad_partition_buffer", None)
         return probe is not None and bool(probe(group))
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        places = [optimizer.averaged_gradients]
+        if _KEEPS_TENSORS:
+            places.append(optimizer.all_grad_tensors)
+        held = [dict(place) for place in places]
+        try:
+            yield
+        finally:
+            for place, before in zip(places, held):
+                place.clear()  # the same dict: others have it too
+                place.update(before)
+
+    def norm(self) -> float:
+        return float(self.optimizer.scaled_global_norm())
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    def tell_overflow(self) -> Iterable[torch.Tensor]:
+        return _tell_overflow(self.optimizer, self.final())
 
     def hand_over(self) -> None:
         """Assemble the flat partitions that step() reads. No collective."""
@@ -263,16 +323,18 @@ class Stage2OffloadGradients(Stage2Gradients):
         return self._spares[param_id]
 
     def hand_over(self) -> None:
-        """Complete the optimizer's gradient buffer and the overflow flag. No collective."""
+        """Complete the optimizer's gradient buffer. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
         if any(self._is_compact(group) for group in range(len(optimizer.params_in_partition))):
             # Hands over what copy() left to stock code. (0.19.4 has it for no offload at all.)
             optimizer.finalize_gradient_accumulation_boundary()
         self._sums.finalize()
-        norms = optimizer.norm_for_param_grads
+
+    def check_overflow(self) -> None:
+        norms = self.optimizer.norm_for_param_grads
         if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
-            optimizer.local_overflow = True
+            self.optimizer.local_overflow = True
 
     def final(self) -> Iterable[torch.Tensor]:
         return _host_gradients(self.optimizer)
@@ -295,6 +357,14 @@ class Stage2OffloadGradients(Stage2Gradients):
 def _partitions(optimizer: Any) -> Iterable[torch.Tensor]:
     """The flat partitions that step() reads without offload, in pieces."""
     return [tensor for pieces in optimizer.averaged_gradients.values() for tensor in pieces]
+
+
+def _tell_overflow(optimizer: Any, gradients: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """With offload the norms, which are already on the device, and not all gradients."""
+    if not optimizer.cpu_offload:
+        return gradients
+    norms: Iterable[torch.Tensor] = optimizer.norm_for_param_grads.values()
+    return norms
 
 
 def _host_gradients(optimizer: Any) -> Iterable[torch.Tensor]:

@@ -7,6 +7,7 @@ one buffer that lives as long as the optimizer and is never cleared by stock cod
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ COUNTED_ON = (
             "independent_gradient_partition_epilogue",
             "clear_backward_seen_flag",
             "reset_cpu_buffers",
+            "_get_norm_groups",
             "_pre_step",
             "_prepare_fp32_grad_for_sub_group",
             "_swappable_optimizer_subgroup",
@@ -116,6 +118,18 @@ class Stage3Gradients(Gradients):
 
     def is_reduction_pending(self) -> bool:
         return any(bucket.params for bucket in self.optimizer.ipg_buckets.values())
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        # hand_over() may be called again, and more may be added in between.
+        yield
+
+    def norm(self) -> float:
+        norms = [float(norm) for norm in self.optimizer._get_norm_groups()]
+        return math.hypot(*norms)
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
 
     def hand_over(self) -> None:
         """Zero the partitions of parameters that took no part in the window. No collective."""
@@ -275,7 +289,7 @@ class Stage3OffloadGradients(Stage3Gradients):
         return [self.optimizer.get_param_id(self._params[ds_id]) for ds_id in self._sums.seen()]
 
     def hand_over(self) -> None:
-        """Complete the optimizer's gradient buffers and the overflow flag. No collective."""
+        """Complete the optimizer's gradient buffers. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
         # One more backward with zero gradients, at the boundary: stock code then does all that it
@@ -284,10 +298,16 @@ class Stage3OffloadGradients(Stage3Gradients):
             self._replay(sorted(self._seen | self._dirty))
         self._dirty.clear()
         self._sums.finalize()
-        norms = optimizer.norm_for_param_grads
+
+    def check_overflow(self) -> None:
+        norms = self.optimizer.norm_for_param_grads
         if not all_finite([norms[key] for key in self._host_keys()]):
-            optimizer.inf_or_nan_tracker.fill_(True)
+            self.optimizer.inf_or_nan_tracker.fill_(True)
             self._clear_spares()
+
+    def tell_overflow(self) -> Iterable[torch.Tensor]:
+        norms: Iterable[torch.Tensor] = self.optimizer.norm_for_param_grads.values()
+        return norms
 
     def _clear_spares(self) -> None:
         """Leave no overflow in the buffer that stock code searches for them in every step."""

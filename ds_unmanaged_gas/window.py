@@ -6,6 +6,7 @@ Pure Python: no torch, no DeepSpeed.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,9 @@ class Window:
         self.num_items = 0.0
         self._failure = self._cause = None
 
+
+# Every unmanaged engine that is alive: disable() has to know them.
+live_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _KEY = "_ds_unmanaged_gas"
 

@@ -22,6 +22,7 @@ def record(path: Path) -> None:
     import deepspeed
 
     from ds_unmanaged_gas import engine, fingerprints
+    from ds_unmanaged_gas.patching import full_name
 
     specs = engine.patches()
     record = {
@@ -29,7 +30,7 @@ def record(path: Path) -> None:
         "era": engine.ERA.first,
         "wrapped": {spec.target: spec.why for spec in specs},
         "fingerprints": {
-            fingerprints.target(owner, name): fingerprints.of(vars(owner)[name])
+            full_name(owner, name): fingerprints.of(vars(owner)[name])
             for owner, name in engine.methods(specs)
         },
     }

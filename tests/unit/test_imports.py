@@ -20,6 +20,7 @@ MAY_IMPORT = {
         "config",
         "errors",
         "gradients",
+        "inspection",
         "patching",
         "stage1_2",
         "stage3",
@@ -27,8 +28,9 @@ MAY_IMPORT = {
     },
     "errors": set(),
     "explain": {"", "config", "errors"},
-    "fingerprints": {"compat"},
-    "gradients": {"patching", "window"},
+    "fingerprints": {"compat", "patching"},
+    "gradients": {"errors", "patching", "window"},
+    "inspection": {"errors", "patching", "window"},
     "offload": set(),
     "installer": {"compat", "engine", "errors", "fingerprints", "patching", "window"},
     "patching": {"errors"},
@@ -37,7 +39,7 @@ MAY_IMPORT = {
     "window": {"errors"},
 }
 
-NEEDS_DEEPSPEED = {"engine", "gradients", "offload", "stage1_2", "stage3"}
+NEEDS_DEEPSPEED = {"engine", "gradients", "inspection", "offload", "stage1_2", "stage3"}
 
 
 def relative_imports(module: str) -> set[str]:
