@@ -355,11 +355,12 @@ class UnmanagedEngine:
         gradients = self.gradients
         with self._looking(engine), gradients.lend():
             gradients.hand_over()
-            norm = gradients.norm() / gradients.loss_scale() / divisor
-            # The optimizers replace a norm that is not finite by one that is.
+            # First of all: the optimizers replace a norm that is not finite by one that is.
             is_bad = not all(bool(t.isfinite().all()) for t in gradients.tell_overflow())
             (num_bad,) = _sum_over_ranks(engine, [float(is_bad)], None)
-        return math.inf if num_bad else norm
+            if num_bad:
+                return math.inf
+            return gradients.norm() / gradients.loss_scale() / divisor
 
     @contextmanager
     def _looking(self, engine: Any) -> Iterator[None]:

@@ -18,7 +18,7 @@ from harness.model import (
     tensors,
 )
 from harness.pool import RankPool
-from harness.releases import between, skip_without_torch_style
+from harness.releases import DEEPSPEED, between, skip_without_torch_style, uses_fp16_optimizer
 from harness.training import (
     MODES,
     broken_backward,
@@ -69,7 +69,8 @@ def read(
 
     engine = make_engine(config)
     window_of = ds_unmanaged_gas.accumulation(engine)
-    scale = config.get("fp16", {}).get("loss_scale", 1)
+    # As in managed mode they come with the loss scale, which bf16 has too on some releases.
+    scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
     report: dict[str, Any] = {"looks": [], "norms": [], "history": []}
 
     def look() -> None:
@@ -256,6 +257,8 @@ def test_optimizer_states_are_those_of_the_last_step(
     ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None
 ) -> None:
     config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
+    if not offload and uses_fp16_optimizer(stage, dtype, accum_dtype):
+        pytest.skip(f"DeepSpeed {DEEPSPEED} has no accessors for its fp16 optimizer")
     for pairs in ranks.run(states_in_open_window, config=config):
         for closed, in_open_window in pairs:
             assert closed == in_open_window

@@ -6,13 +6,14 @@ import contextlib
 import csv
 import io
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.model import LEARNING_RATE
+from harness.model import LEARNING_RATE, Heads
 from harness.pool import RankPool
 from harness.releases import HAS_TORCH_STYLE, between
 from harness.training import STAGES, forward, make_config, make_engine
@@ -80,6 +81,21 @@ def test_csv_monitor_has_the_real_samples_on_its_axis(
     assert [float(row[1]) for row in rows] == [LEARNING_RATE / 2 ** (i + 1) for i in range(4)]
 
 
+def test_tensorboard_monitor_has_the_real_samples_on_its_axis(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    ranks.run(run, config=make_config(stage=2, gas=4, tensorboard=monitor))
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    (tag,) = (tag for tag in events.Tags()["scalars"] if "lr" in tag)
+    points = events.Scalars(tag)
+    assert [point.step for point in points] == samples()
+    assert [point.value for point in points] == [LEARNING_RATE / 2 ** (i + 1) for i in range(4)]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_per_print_counts_windows(ranks: RankPool, stage: int) -> None:
     config = make_config(stage=stage, gas=4) | {"steps_per_print": 2}
@@ -136,3 +152,38 @@ def difficulties(config: dict[str, Any]) -> list[list[int]]:
         seen.append(in_window)
     engine.destroy()
     return seen
+
+
+class Dropping(Heads):
+    """Notes what DeepSpeed tells a model that drops layers."""
+
+    def forward(self, batch: Any, **told: Any) -> torch.Tensor:
+        self.told = told
+        return super().forward(batch)
+
+
+def kept(config: dict[str, Any]) -> list[list[float]]:
+    model = Dropping()
+    engine = make_engine(config, model=model)
+    seen = []
+    for count in COUNTS:
+        in_window = []
+        for _ in range(count):
+            engine.backward(forward(engine, {"a": 1, "b": 1}))
+            in_window.append(float(model.told["pld_theta"]))
+        engine.step()
+        seen.append(in_window)
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.skipif(between("0.19.8"), reason="this DeepSpeed has no progressive layer drop")
+def test_progressive_layer_drop_moves_with_the_steps(ranks: RankPool) -> None:
+    theta, gamma = 0.5, 0.25
+    config = make_config(stage=1, gas=4)
+    config["progressive_layer_drop"] = {"enabled": True, "theta": theta, "gamma": gamma}
+    # Updated inside a step, by the number of steps before it.
+    steps = [0, *range(len(COUNTS) - 1)]
+    expected = [(1 - theta) * math.exp(-gamma * step) + theta for step in steps]
+    for seen in ranks.run(kept, config=config):
+        assert seen == [[share] * count for share, count in zip(expected, COUNTS)]
