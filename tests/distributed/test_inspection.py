@@ -334,13 +334,13 @@ def test_set_gradient_is_the_one_that_is_applied(ranks: RankPool, stage: int) ->
     assert ranks.run(set_and_step, config=make_config(stage=stage)) == [weights, weights]
 
 
-def native_gradients(config: dict[str, Any]) -> list[Any]:
-    """What stock's own unmanaged mode gives between the last backward and step()."""
+def stock_gradients(config: dict[str, Any], windows: list[Window]) -> list[Any]:
+    """What stock gives between the last backward and step()."""
     from deepspeed.utils import safe_get_full_grad
 
     engine = make_engine(config)
     found = []
-    for window in (WINDOWS[0], WINDOWS[2]):
+    for window in windows:
         for micro_batch in window:
             engine.backward(forward(engine, micro_batch) * 1.0, scale_wrt_gas=False)
         found.append(
@@ -351,18 +351,36 @@ def native_gradients(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.skipif(not between("0.19.4"), reason="this DeepSpeed has no native unmanaged mode")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_managed_gradients_are_right_at_the_boundary(ranks: RankPool, stage: int) -> None:
+    windows: list[Window] = [[{"a": 1, "b": 1}], [{"a": 2, "b": 2}]]
+    config = make_config(stage=stage, unmanaged=False)
+    expected = [
+        {name: g.tolist() for name, g in gradients_so_far([window] * 2).items()}
+        for window in windows
+    ]
+    found = ranks.run(stock_gradients, plugin=False, config=config, windows=windows)
+    assert found == [expected, expected]
+
+
+NATIVE = pytest.mark.skipif(
+    not between("0.19.4"), reason="this DeepSpeed has no native unmanaged mode"
+)
+
+
+@NATIVE
 def test_control_native_gives_unreduced_gradients_at_stage_1(ranks: RankPool) -> None:
-    found = ranks.run(native_gradients, plugin=False, config=make_config(stage=1))
+    config = make_config(stage=1)
+    found = ranks.run(stock_gradients, plugin=False, config=config, windows=[WINDOWS[0]])
     assert found[0] != found[1]
 
 
-@pytest.mark.skipif(not between("0.19.4"), reason="this DeepSpeed has no native unmanaged mode")
+@NATIVE
 def test_control_native_gives_stale_gradients_with_offload(ranks: RankPool) -> None:
-    config = mode_config(3, True)
-    for first, second in ranks.run(native_gradients, plugin=False, config=config):
-        expected = gradients_so_far([WINDOWS[2]] * 2)
-        assert second != {name: g.tolist() for name, g in expected.items()}
-        assert first != second or first == {
-            n: [[0.0] * len(r) for r in g] for n, g in first.items()
-        }
+    config, windows = mode_config(3, True), [WINDOWS[0], WINDOWS[2]]
+    if between("0.19.4", "0.19.4"):
+        pytest.skip("DeepSpeed 0.19.4 refuses its own unmanaged mode with offload")
+    for _, second in ranks.run(stock_gradients, plugin=False, config=config, windows=windows):
+        stale, current = (gradients_so_far([window] * 2) for window in windows)
+        assert second == {name: g.tolist() for name, g in stale.items()}
+        assert second != {name: g.tolist() for name, g in current.items()}

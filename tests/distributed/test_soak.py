@@ -3,7 +3,7 @@
 SOAK_WINDOWS windows per case (20 by default; ``nox -s soak`` runs 200), drawn from SOAK_SEED, the
 same on every rank. Each window has a random number of micro-batches over random heads, by
 engine.backward() or loss.backward(); on the way it may be dropped, an exception may come out of
-forward, backward or step, and checkpoints are saved and loaded.
+forward, backward or step, gradients and their norm are read, and checkpoints are saved and loaded.
 """
 
 from __future__ import annotations
@@ -117,6 +117,17 @@ class Soak:
         assert not self.engine.is_gradient_accumulation_boundary()
         self.engine.zero_grad()
 
+    def read(self) -> None:
+        import deepspeed.utils
+
+        import ds_unmanaged_gas
+
+        parameters = list(self.engine.module.parameters())
+        if self.chance(50):
+            deepspeed.utils.safe_get_full_grad(self.random.choice(parameters))
+        if self.chance(50):
+            ds_unmanaged_gas.accumulation(self.engine).grad_norm()
+
     def save(self) -> None:
         self.engine.save_checkpoint(self.folder, tag="soak")
         self.reference.save()
@@ -133,6 +144,7 @@ class Soak:
             "exception in forward": (5, self.fail_in_forward, False),
             "exception in backward": (6, self.fail_in_backward, True),
             "exception in step": (4, self.fail_in_step, True),
+            "read": (15, self.read, False),
             "saved": (4, self.save, False),
             "loaded": (5, self.load, True),
         }
