@@ -24,7 +24,10 @@ AGAINST_MUON = (
 _COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
-GRADIENT_SCALES = ("gas", "none", "num_backwards", "num_items")
+CHOICES = {
+    "gradient_scale": ("gas", "none", "num_backwards", "num_items"),
+    "reduction": ("backward", "step"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class Options:
     """What the sum of a window's gradients is divided by. "gas": each loss by the configured GAS
     in backward(), as managed mode does, unless ``scale_wrt_gas=False``. "none": nothing.
     "num_backwards", "num_items": at step(), by what was counted in the window over all ranks."""
+
+    reduction: str = "backward"
+    """When ZeRO stages 2 and 3 average over ranks. "backward": in each one, and only this rank's
+    partition of the sum is kept. "step": once per window, of full local sums. Stages 0 and 1 always
+    do so."""
 
     check_ranks: bool = False
     """Compare on all ranks what is about to be called, before collectives can be mixed up."""
@@ -84,11 +92,12 @@ def options_of(ds_config: Any) -> Options:
                 f"{', '.join(known)}"
             )
     options = Options(**block)
-    if options.gradient_scale not in GRADIENT_SCALES:
-        raise UnsupportedConfigError(
-            f'ds_config["{BLOCK}"]["gradient_scale"] = {options.gradient_scale!r} is none of '
-            f"{', '.join(GRADIENT_SCALES)}"
-        )
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            raise UnsupportedConfigError(
+                f'ds_config["{BLOCK}"]["{name}"] = {value!r} is none of {", ".join(choices)}'
+            )
     if not isinstance(options.check_ranks, bool):
         raise UnsupportedConfigError(
             f'ds_config["{BLOCK}"]["check_ranks"] = {options.check_ranks!r} is not a boolean; '
@@ -108,8 +117,20 @@ def sums_in_16_bits(ds_config: Any) -> bool:
     at stage 0 from 0.18.5 on."""
     is_bf16 = getattr(ds_config, "bfloat16_config", None)
     enabled = is_bf16.enabled if is_bf16 is not None else ds_config.bfloat16_enabled
-    is_fp32 = ds_config.grad_accum_dtype in ("fp32", "float32")
-    return bool(enabled) and not is_fp32 and ds_config.zero_optimization_stage > 0
+    return bool(enabled) and not _sums_in_fp32(ds_config) and ds_config.zero_optimization_stage > 0
+
+
+def reduce_in_fp32(ds_config: Any) -> None:
+    """Let sums in fp32 be reduced in fp32, unless the user chose a dtype: DeepSpeed's default is
+    the model's dtype, in which a whole window would be rounded, and in fp16 overflow."""
+    if ds_config.communication_data_type is None and _sums_in_fp32(ds_config):
+        import torch
+
+        ds_config.communication_data_type = torch.float32
+
+
+def _sums_in_fp32(ds_config: Any) -> bool:
+    return ds_config.grad_accum_dtype in ("fp32", "float32")
 
 
 def reject_unsupported(ds_config: Any, *, is_pipeline: bool) -> None:

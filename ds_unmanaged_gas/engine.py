@@ -76,8 +76,8 @@ class UnmanagedEngine:
         """Take over a freshly built engine. Raises UnsupportedConfigError if its parts are ones
         for which right gradients were never shown."""
         found = (
-            stage3.gradients_for(engine)
-            or stage1_2.gradients_for(engine)
+            stage3.gradients_for(engine, at_step=self.options.reduction == "step")
+            or stage1_2.gradients_for(engine, at_step=self.options.reduction == "step")
             or gradients.gradients_for(engine)
         )
         if found is None:
@@ -397,11 +397,12 @@ class UnmanagedEngine:
                 "ZeRO stages 0 and 1"
             )
         self._settle_torch_style(engine)
-        total = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+        shape = getattr(param, "ds_shape", param.shape)  # at stage 3 it may be released
+        total = torch.zeros(shape, dtype=torch.float32, device=param.device)
         local = self.gradients.local_grad(param)
         if local is not None:
             total.add_(local.view_as(total))  # some sums are flat
-        if engine.enable_backward_allreduce:
+        if self.gradients.averages_over_ranks():
             dist.all_reduce(total, group=engine.seq_data_parallel_group)
             total.div_(engine.dp_world_size)
         return total
@@ -583,6 +584,8 @@ def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     config.reject_unsupported(ds_config, is_pipeline=isinstance(call["model"], PipelineModule))
     state = UnmanagedEngine(config.options_of(ds_config))
+    if state.options.reduction == "step" and ds_config.zero_optimization_stage > 1:
+        config.reduce_in_fp32(ds_config)
     attach(engine, state)
     with state.stock():
         result = wrapped(*args, **kwargs)

@@ -76,8 +76,9 @@ def _parse(params: dict[str, Any]) -> Any:
 def _behaviour(parsed: Any, options: config.Options) -> Iterator[str]:
     stage = int(parsed.zero_optimization_stage)
     yield f"unmanaged: accepted, ZeRO stage {stage}"
-    yield f"backward(): {_at_backward(parsed, stage, options)}"
-    yield f"step(): {_at_step(stage, options)}"
+    at_step = stage < 2 or options.reduction == "step"
+    yield f"backward(): {_at_backward(parsed, options, at_step)}"
+    yield f"step(): {_at_step(options, at_step)}"
     yield f"clipping: {_clip(parsed)}"
     if options.check_ranks:
         yield "check_ranks: one small all-reduce before each call that communicates"
@@ -85,20 +86,20 @@ def _behaviour(parsed: Any, options: config.Options) -> Iterator[str]:
         yield f"warning: {config.SUMS_IN_16_BITS}"
 
 
-def _at_backward(parsed: Any, stage: int, options: config.Options) -> str:
+def _at_backward(parsed: Any, options: config.Options, at_step: bool) -> str:
     divided = {
         "gas": f"divides the loss by GAS = {parsed.gradient_accumulation_steps} "
         "(unless scale_wrt_gas=False)",
         "num_items": "counts num_items, which accumulation(engine).backward() takes",
     }.get(options.gradient_scale, "takes the loss as it is")
-    if stage < 2:
+    if at_step:
         return f"{divided}; gradients add up on this rank, nothing is communicated"
     where = "on the host" if getattr(parsed.zero_config, "offload_optimizer", None) else "on device"
     return f"{divided}; gradients are reduced, and this rank's part is added up {where}"
 
 
-def _at_step(stage: int, options: config.Options) -> str:
-    reduced = "reduces once, then " if stage < 2 else ""
+def _at_step(options: config.Options, at_step: bool) -> str:
+    reduced = "reduces once, then " if at_step else ""
     counted = options.gradient_scale in ("num_backwards", "num_items")
     divided = f"divides by {options.gradient_scale} of all ranks, then " if counted else ""
     return f"{reduced}{divided}applies exactly one update, whatever the number of backwards"

@@ -83,9 +83,12 @@ class Gradients:
 
         Collective: one all-reduce per bucket on the data-parallel group.
         """
-        # enable_backward_allreduce is off where the caller or another engine part reduces.
-        if self.engine.enable_backward_allreduce:
+        if self.averages_over_ranks():
             self.engine.allreduce_gradients()
+
+    def averages_over_ranks(self) -> bool:
+        """Whether hand_over() does. Not where the caller, or another part of the engine, does."""
+        return bool(self.engine.enable_backward_allreduce)
 
     def final(self) -> Iterable[torch.Tensor]:
         """The gradients that the optimizer will read, each element once. After hand_over()."""

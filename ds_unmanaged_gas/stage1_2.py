@@ -130,6 +130,10 @@ class Stage1Gradients(Gradients):
     def hand_over(self) -> None:
         """Reduce. Collective: one all-reduce per bucket on the data-parallel group."""
         super().hand_over()
+        self.forget_unused()
+
+    def forget_unused(self) -> None:
+        """Let stock code see which parameters took no part, if it is to complain."""
         for param_id in self._unused:
             # Without a norm stock step() complains about them, as it should.
             self.optimizer.norm_for_param_grads.pop(param_id, None)
@@ -189,6 +193,32 @@ class Stage1Gradients(Gradients):
         if self.optimizer.cpu_offload:
             self.optimizer.reset_cpu_buffers()  # norms and the overflow flag
         super().discard()
+
+
+class Stage2AtStepGradients(Stage1Gradients):
+    """ZeRO-2 that reduces once per window: its optimizer is made a ZeRO-1 optimizer, from which it
+    differs only in when it reduces, and in what it therefore can forget."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        optimizer = self.optimizer
+        optimizer.partition_gradients = False
+        if optimizer.use_separate_grad_accum and not optimizer.use_grad_accum_attribute:
+            # As a ZeRO-1 optimizer is built if sums have another dtype.
+            optimizer.use_grad_accum_attribute = True
+            for group in optimizer.bit16_groups:
+                for param in group:
+                    param.grad_accum = None
+        # Its backward() goes by the ds_config, and would end each one with a reduction.
+        engine.enable_backward_allreduce = False
+
+    def averages_over_ranks(self) -> bool:
+        return True
+
+    def hand_over(self) -> None:
+        mirror_boundary(self.optimizer, True)
+        self.optimizer.reduce_gradients()
+        self.forget_unused()
 
 
 class Stage2Gradients(Gradients):
@@ -382,13 +412,15 @@ def _release_averaged_gradients(optimizer: Any) -> None:
             optimizer.all_grad_tensors[group] = None
 
 
-def gradients_for(engine: Any) -> Gradients | None:
+def gradients_for(engine: Any, *, at_step: bool) -> Gradients | None:
     """Return the gradients of a ZeRO-1/2 engine, or None if it is something else."""
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return None
     if not optimizer.partition_gradients:
         return Stage1Gradients(engine)
+    if at_step:
+        return Stage2AtStepGradients(engine)
     return Stage2OffloadGradients(engine) if optimizer.cpu_offload else Stage2Gradients(engine)
 
 

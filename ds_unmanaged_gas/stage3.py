@@ -68,10 +68,13 @@ class Stage3Gradients(Gradients):
     call from what this window has seen of each parameter.
     """
 
-    reduces_in_backward = True
-
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, at_step: bool) -> None:
         super().__init__(engine)
+        self.reduces_in_backward = not at_step
+        # Whether a gradient that autograd brings is kept; else stock code reduces it.
+        self.keeps = at_step
+        # What was kept: full local sums. Cleared by hand_over() and close().
+        self._local: dict[int, torch.Tensor] = {}
         self._params = {p.ds_id: p for group in self.optimizer.fp16_groups for p in group}
         # Parameters that contributed in this window. Cleared by close().
         self._seen: set[int] = set()
@@ -119,10 +122,57 @@ class Stage3Gradients(Gradients):
     def is_reduction_pending(self) -> bool:
         return any(bucket.params for bucket in self.optimizer.ipg_buckets.values())
 
+    def keep(self, param: Any) -> None:
+        """Take a gradient that autograd has just put into ``param.grad``, instead of reducing."""
+        if not getattr(param, "ds_grad_is_ready", True):
+            return  # the next tile of the same computation adds to it
+        grad = param.grad.detach()
+        if param.ds_id in self._local:
+            self._local[param.ds_id].add_(grad)
+            _drop_grad(param)
+        else:
+            self._local[param.ds_id] = grad.to(self.optimizer.gradient_accumulation_dtype)
+            param.grad = None
+
+    def _reduce(self) -> None:
+        """Reduce what was kept, as if one backward had brought it all, of every parameter and in
+        the same order on every rank. Collective: those of one backward."""
+        optimizer = self.optimizer
+        self.keeps = False
+        try:
+            for ds_id, param in self._params.items():
+                total = self._local.pop(ds_id, None)
+                if total is None:
+                    total = torch.zeros(param.ds_shape, dtype=param.dtype, device=param.device)
+                # It is released, and autograd would not let it have a gradient of another size.
+                param.grad = torch.empty_like(param)
+                param.grad.data = total.to(self._reduction_dtype(param))
+                optimizer.reduce_ready_partitions_and_remove_grads(param)
+            optimizer.independent_gradient_partition_epilogue()
+        finally:
+            self.keeps = True
+
+    def _reduction_dtype(self, param: Any) -> torch.dtype:
+        optimizer = self.optimizer
+        if hasattr(optimizer, "get_param_comm_dtype"):  # from 0.17.2
+            return optimizer.get_param_comm_dtype(param)  # type: ignore[no-any-return]
+        return optimizer.communication_data_type  # type: ignore[no-any-return]
+
+    def local_grad(self, param: Any) -> torch.Tensor | None:
+        return self._local.get(param.ds_id)
+
     @contextmanager
     def lend(self) -> Iterator[None]:
-        # hand_over() may be called again, and more may be added in between.
-        yield
+        if self.reduces_in_backward:
+            # hand_over() may be called again, and more may be added in between.
+            yield
+            return
+        local = dict(self._local)
+        try:
+            yield
+        finally:
+            self._local = local
+            self.forget()
 
     def norm(self) -> float:
         norms = [float(norm) for norm in self.optimizer._get_norm_groups()]
@@ -136,6 +186,8 @@ class Stage3Gradients(Gradients):
         # See [Note: I2, per-parameter participation]
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
+        if not self.reduces_in_backward:
+            self._reduce()
         absent = self._dirty - self._seen
         with self._on_stream():
             self._replay(sorted(absent))
@@ -178,6 +230,7 @@ class Stage3Gradients(Gradients):
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def close(self) -> None:
+        self._local.clear()
         self.forget()
 
     def recover(self) -> None:
@@ -219,7 +272,7 @@ class Stage3Gradients(Gradients):
             fetcher._invalidate_trace()
 
     def forget(self) -> None:
-        """Drop the window: whatever comes next is a first contribution."""
+        """Drop what was reduced: whatever comes next is a first contribution."""
         self._dirty |= self._seen
         self._seen.clear()
 
@@ -232,8 +285,8 @@ class Stage3OffloadGradients(Stage3Gradients):
     stock partition buffer is used throughout, and stock code writes it out at step().
     """
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, *, at_step: bool) -> None:
+        super().__init__(engine, at_step=at_step)
         dtype = self.optimizer.gradient_accumulation_dtype
         self._sums = HostSums(dtype, self._target, self._spare)
 
@@ -271,8 +324,12 @@ class Stage3OffloadGradients(Stage3Gradients):
 
     def finalize(self, divisor: float) -> None:
         if divisor != 1.0:
-            for ds_id in self._seen:  # on NVMe, where hand_over() writes it to
+            # What goes to NVMe has to be divided before hand_over() writes it there.
+            for ds_id in self._seen:
                 self._spare(ds_id).div_(divisor)
+            for ds_id, total in self._local.items():
+                if self._is_on_nvme(self._params[ds_id]):
+                    total.div_(divisor)
         super().finalize(divisor)
 
     def final(self) -> Iterable[torch.Tensor]:
@@ -292,6 +349,8 @@ class Stage3OffloadGradients(Stage3Gradients):
         """Complete the optimizer's gradient buffers. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
+        if not self.reduces_in_backward:
+            self._reduce()
         # One more backward with zero gradients, at the boundary: stock code then does all that it
         # does there with NVMe. It overwrites what an earlier window left of absent parameters.
         with self._on_stream():
@@ -324,14 +383,21 @@ class Stage3OffloadGradients(Stage3Gradients):
         super().discard()
 
 
-def gradients_for(engine: Any) -> Gradients | None:
+def gradients_for(engine: Any, *, at_step: bool) -> Gradients | None:
     """Return the gradients of a ZeRO-3 engine, or None if it is something else."""
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
         return None
     if optimizer.offload_optimizer:
-        return Stage3OffloadGradients(engine)
-    return Stage3Gradients(engine)
+        return Stage3OffloadGradients(engine, at_step=at_step)
+    return Stage3Gradients(engine, at_step=at_step)
+
+
+def _wrap_reduce_ready(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    gradients: Stage3Gradients | None = attached(optimizer)
+    if gradients is None or not gradients.keeps:
+        return wrapped(*args, **kwargs)
+    return gradients.keep(*args, **kwargs)
 
 
 def _wrap_partition_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -344,7 +410,7 @@ def _wrap_partition_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) 
 def _wrap_zero_grad(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     gradients: Stage3Gradients | None = attached(optimizer)
     if gradients is not None:
-        gradients.forget()
+        gradients.close()
     return wrapped(*args, **kwargs)
 
 
@@ -358,6 +424,12 @@ def patches() -> tuple[PatchSpec, ...]:
             "or absent in a window keeps the gradient of an earlier one, and two backwards without "
             "a forward between them lose the first",
             _wrap_partition_grads,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer_Stage3,
+            "reduce_ready_partitions_and_remove_grads",
+            'keeps gradients for step(), if "reduction" is "step"',
+            _wrap_reduce_ready,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,

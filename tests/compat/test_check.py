@@ -41,6 +41,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["counts num_items", "on the host", "of all ranks", "= 0.5", "check_ranks: one small"],
     ),
+    "stage 3, reduced at step": (
+        FLAG | {BLOCK: {"reduction": "step"}, "zero_optimization": {"stage": 3}},
+        ["nothing is communicated", "reduces once"],
+    ),
     "bf16": (
         FLAG | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
         ["ZeRO stage 3", "warning: ", "grad_accum_dtype"],

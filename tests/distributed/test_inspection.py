@@ -21,6 +21,7 @@ from harness.pool import RankPool
 from harness.releases import DEEPSPEED, between, skip_without_torch_style, uses_fp16_optimizer
 from harness.training import (
     MODES,
+    REDUCED_AT_STEP,
     broken_backward,
     forward,
     full_weights,
@@ -140,6 +141,19 @@ def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WI
             expected_norm = norm_of(gradients_so_far([window] * 2))
             assert before == pytest.approx(expected_norm, rel=1e-6)
             assert reported == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [m for m in MODES if m.values[0] in (2, 3)])
+@pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
+def test_window_that_is_reduced_at_step_is_read(
+    ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None
+) -> None:
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, **REDUCED_AT_STEP)
+    both = same_on_all_ranks(WINDOWS)
+    reports = ranks.run(read, config=config, windows_by_rank=both, every=True)
+    check(reports, every=True)
+    for report in reports:
+        assert report["history"] == reference(both)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

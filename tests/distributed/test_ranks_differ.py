@@ -1,12 +1,15 @@
-"""Stages 0 and 1 reduce once, at step(): ranks may do different things before it."""
+"""Where one reduction is made, at step(), ranks may do different things before it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from harness.model import reference
 from harness.pool import RankPool
-from harness.training import make_config, train
+from harness.training import REDUCED_AT_STEP, mode_config, train
 
+BLOCK = "unmanaged_gradient_accumulation"
 A, B, AB = ("a",), ("b",), ("a", "b")
 
 # Rank 0's heads per micro-batch, then rank 1's; window by window.
@@ -33,10 +36,18 @@ CASES = {
         {"stage": 1, "zero": {"overlap_comm": True}},
         {"stage": 1, "zero": {"overlap_comm": True, "contiguous_gradients": False}},
         {"stage": 1, "zero": {"reduce_bucket_size": 16, "overlap_comm": True}},
+        {"stage": 2, **REDUCED_AT_STEP},
+        {"stage": 2, "dtype": "bf16", "accum_dtype": "fp32", **REDUCED_AT_STEP},
+        {"stage": 2, "zero": {"overlap_comm": True}, **REDUCED_AT_STEP},
+        {"stage": 2, "offload": True, **REDUCED_AT_STEP},
+        {"stage": 2, "offload": True, "dtype": "bf16", "accum_dtype": "fp32", **REDUCED_AT_STEP},
     ],
-    ids=lambda o: "-".join(str(v) for v in o.values()),
+    ids=lambda o: (
+        "-".join(f"{k}={v}" if isinstance(v, bool) else str(v) for k, v in o.items() if k != BLOCK)
+        + ("-at step" if BLOCK in o else "")
+    ),
 )
-def test_ranks_that_differ(ranks: RankPool, case: str, options: dict[str, object]) -> None:
+def test_ranks_that_differ(ranks: RankPool, case: str, options: dict[str, Any]) -> None:
     windows_by_rank = [
         [
             [dict.fromkeys(heads, 10 * w + m + 1) for m, heads in enumerate(per_rank[rank])]
@@ -44,6 +55,6 @@ def test_ranks_that_differ(ranks: RankPool, case: str, options: dict[str, object
         ]
         for rank in range(2)
     ]
-    config = make_config(**options)  # type: ignore[arg-type]
+    config = mode_config(**{"offload": False, **options})
     for history in ranks.run(train, windows_by_rank=windows_by_rank, config=config):
         assert history == reference(windows_by_rank)

@@ -65,6 +65,7 @@ def test_key_that_is_nearly_the_flag_warns(ranks: RankPool, key: str) -> None:
 BAD_BLOCKS: dict[str, Any] = {
     "gradient_scal": {"gradient_scal": "none"},
     "'tokens'": {"gradient_scale": "tokens"},
+    "'never'": {"reduction": "never"},
     "check_ranks": {"check_ranks": 1},
     "not a JSON object": "none",
 }

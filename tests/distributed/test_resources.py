@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.pool import RankPool
 from harness.releases import DEEPSPEED
-from harness.training import make_config, make_engine
+from harness.training import REDUCED_AT_STEP, make_config, make_engine, mode_config
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,6 +158,25 @@ def test_a_window_costs_no_more_than_in_stock_modes(
         for mode, counts in results.items():
             for key in ours:
                 assert ours[key] <= counts[key], (n, key, mode)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["no-offload", "offload"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reduction_at_step_is_that_of_one_backward(
+    ranks: RankPool, stage: int, offload: bool
+) -> None:
+    zero = {"reduce_bucket_size": 3 * SIZE * SIZE}
+    counts = {}
+    for name, n, options in (
+        ("lone", 1, {}),
+        ("backward", 4, {}),
+        ("step", 4, REDUCED_AT_STEP),
+    ):
+        config = mode_config(stage, offload, zero=zero, **options)
+        counts[name] = ranks.run(measure, config=config, num_backwards=n)[0]
+    for key in ("collectives", "reduced elements"):
+        assert counts["step"][key] == counts["lone"][key]
+        assert counts["backward"][key] == 4 * counts["lone"][key]
 
 
 @pytest.mark.thorough

@@ -22,6 +22,7 @@ from harness.pool import RankPool
 from harness.releases import HAS_TORCH_STYLE, uses_fp16_optimizer
 from harness.training import (
     MODES,
+    REDUCED_AT_STEP,
     broken_backward,
     broken_update,
     forward,
@@ -177,17 +178,28 @@ def soak(
     return {"wrong": wrong, "counts": dict(run.counts)}
 
 
-@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(
+    ("stage", "offload", "options"),
+    [
+        *(pytest.param(*mode.values, {}, id=mode.id) for mode in MODES),
+        *(
+            pytest.param(*mode.values, REDUCED_AT_STEP, id=f"{mode.id}-at step")
+            for mode in MODES
+            if mode.values[0] in (2, 3)
+        ),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), [("fp32", None), ("bf16", "fp32")])
 def test_random_windows(
     ranks: RankPool,
     tmp_path: Any,
     stage: int,
     offload: bool,
+    options: dict[str, Any],
     dtype: str,
     accum_dtype: str | None,
 ) -> None:
-    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, **options)
     reports = ranks.run(
         soak,
         config=config,
@@ -197,6 +209,7 @@ def test_random_windows(
         num_windows=NUM_WINDOWS,
         timeout=120 + 2 * NUM_WINDOWS,
     )
-    print(f"\n{stage}{' offload' if offload else ''} {dtype}: {reports[0]['counts']}", end="")
+    mode = f"{stage}{' offload' if offload else ''}{' at step' if options else ''}"
+    print(f"\n{mode} {dtype}: {reports[0]['counts']}", end="")
     for report in reports:
         assert report["wrong"] == []

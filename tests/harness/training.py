@@ -30,6 +30,9 @@ MODES = [
 # another set of heads do. See the control.
 _NO_PREFETCH = {"stage3_prefetch_bucket_size": 0} if Version("0.15.3") > DEEPSPEED else {}
 
+REDUCED_AT_STEP: dict[str, Any] = {"unmanaged_gradient_accumulation": {"reduction": "step"}}
+"""For a ds_config of stage 2 or 3."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
