@@ -141,6 +141,12 @@ def check_version(version: str) -> None:
         )
 
 
+def can_choose_reduction_dtype(version: str, stage: int) -> bool:
+    """Whether gradients can be reduced in another dtype than the model's. ZeRO-1/2 of 0.17.2 to
+    0.18.1 fail then on every parameter that is larger than a bucket."""
+    return stage > 2 or not Version("0.17.2") <= Version(version) <= Version("0.18.1")
+
+
 def mirror_boundary(optimizer: Any, is_boundary: bool) -> None:
     """Tell a ZeRO optimizer whether this is a boundary.
 

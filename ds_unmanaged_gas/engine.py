@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
@@ -21,7 +22,13 @@ from deepspeed.utils.timer import ThroughputTimer
 from torch.utils._pytree import tree_leaves
 
 from . import config, gradients, inspection, stage1_2, stage3
-from .compat import FLAG_METHOD, era_of, mirror_boundary, undecorated
+from .compat import (
+    FLAG_METHOD,
+    can_choose_reduction_dtype,
+    era_of,
+    mirror_boundary,
+    undecorated,
+)
 from .errors import (
     BoundaryError,
     EngineRetiredError,
@@ -584,7 +591,12 @@ def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     config.reject_unsupported(ds_config, is_pipeline=isinstance(call["model"], PipelineModule))
     state = UnmanagedEngine(config.options_of(ds_config))
-    if state.options.reduction == "step" and ds_config.zero_optimization_stage > 1:
+    stage = int(ds_config.zero_optimization_stage)
+    if (
+        state.options.reduction == "step"
+        and stage > 1
+        and can_choose_reduction_dtype(deepspeed.__version__, stage)
+    ):
         config.reduce_in_fp32(ds_config)
     attach(engine, state)
     with state.stock():

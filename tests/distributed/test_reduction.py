@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.model import Heads, Weights, Window, reference, same_on_all_ranks
 from harness.pool import RankPool
-from harness.releases import skip_without_torch_style
+from harness.releases import DEEPSPEED, between, skip_without_torch_style
 from harness.training import (
     MODES,
     REDUCED_AT_STEP,
@@ -95,14 +95,14 @@ def test_torch_style(ranks: RankPool, stage: int, offload: bool) -> None:
 
 def many_small(config: dict[str, Any]) -> float:
     """The first weight after a window of one large and 256 small gradients."""
-    model = torch.nn.Linear(1, 1, bias=False)
+    model = torch.nn.Linear(1, 4, bias=False)  # something for each rank
     torch.nn.init.zeros_(model.weight)
     engine = make_engine(config, model=model, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     for size in [256.0] + [1.0] * 256:
         engine.backward((engine(one) * size).sum(), scale_wrt_gas=False)
     engine.step()
-    weight = float(deepspeed.utils.safe_get_full_fp32_param(model.weight))
+    weight = float(deepspeed.utils.safe_get_full_fp32_param(model.weight)[0])
     engine.destroy()
     return weight
 
@@ -123,6 +123,8 @@ def dtype_of_reduction(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_callers_reduction_dtype_stays(ranks: RankPool, stage: int) -> None:
+    if stage == 2 and between("0.17.2", "0.18.1"):
+        pytest.skip(f"ZeRO-2 of DeepSpeed {DEEPSPEED} can reduce in the model's dtype only")
     config = make_config(stage=stage, dtype="bf16", accum_dtype="fp32", **REDUCED_AT_STEP)
     assert set(ranks.run(dtype_of_reduction, config=config)) == {"torch.float32"}
     config["communication_data_type"] = "bf16"
