@@ -9,6 +9,10 @@ class UnsupportedDeepSpeedError(UnmanagedGasError):
     """The installed DeepSpeed is outside the supported range, or lacks a seam we have to patch."""
 
 
+class UnsupportedLibraryError(UnmanagedGasError):
+    """A library that drives engines itself lacks a seam we have to patch."""
+
+
 class PatchConflictError(UnmanagedGasError):
     """Another library wrapped one of the patched methods after us, so our patch can't come off."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from . import compat, fingerprints
+import wrapt
+
+from . import compat, fingerprints, integrations
 from .errors import UnsupportedDeepSpeedError
 from .patching import AppliedPatch, apply_all, undo_all
 from .window import attached
@@ -16,6 +20,7 @@ _lock = threading.RLock()
 _ledger: tuple[AppliedPatch, ...] = ()
 _era: compat.Era | None = None
 _version: str | None = None
+_has_import_hooks = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,15 @@ def enable(*, strict: bool = False) -> Status:
     """Patch DeepSpeed, all seams or none; only engines built from now on can be unmanaged.
 
     Imports DeepSpeed. May be called again, and from any thread. Issues no collective, but every
-    rank has to call it.
+    rank has to call it. Patches Accelerate too, now or when it is imported.
 
     Warns if DeepSpeed is newer than what was tested, or if a method that the plugin wraps or counts
     on has a source that no tested release has; the warning names the methods. With ``strict`` the
     latter is an error.
 
     Raises UnsupportedDeepSpeedError if DeepSpeed can't be imported, is outside the supported range
-    or lacks a seam, and PatchConflictError if one is taken; DeepSpeed is then as it was.
+    or lacks a seam, UnsupportedLibraryError if Accelerate lacks one, and PatchConflictError if one
+    is taken; everything is then as it was.
     """
     global _ledger, _version, _era
     with _lock:
@@ -73,10 +79,30 @@ def enable(*, strict: bool = False) -> Status:
             ) from error
         specs = engine.patches()
         _check_sources(version, fingerprints.unknown(engine.methods(specs)), strict=strict)
-        _ledger = apply_all(specs)
+        _ledger = apply_all([*specs, *integrations.patches()])
         _version, _era = version, engine.ERA
         engine.revive_live_engines()
+        _hook_imports()
         return status()
+
+
+def _hook_imports() -> None:
+    """Have the libraries of ``integrations`` patched when they are imported, if that is to come."""
+    global _has_import_hooks
+    if _has_import_hooks:
+        return
+    _has_import_hooks = True
+    for name in integrations.MODULES:
+        if name not in sys.modules:
+            wrapt.register_post_import_hook(_patch_imported, name)
+
+
+def _patch_imported(module: ModuleType) -> None:
+    """Import hook, which can't be taken back: does nothing while the plugin is not enabled."""
+    global _ledger
+    with _lock:
+        if _ledger:
+            _ledger += apply_all(integrations.patches_for(module))
 
 
 def _check_sources(version: str, changed: list[str], *, strict: bool) -> None:

@@ -9,6 +9,12 @@ import ds_unmanaged_gas
 
 PACKAGE = Path(ds_unmanaged_gas.__file__).parent
 
+# Module name, of a subpackage the folder's -> file.
+MODULES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
 MAY_IMPORT = {
     "__init__": {"accumulation", "errors", "installer", "window"},
     "__main__": {"", "compat", "explain"},  # "" is the package itself
@@ -32,7 +38,17 @@ MAY_IMPORT = {
     "gradients": {"errors", "patching", "window"},
     "inspection": {"errors", "patching", "window"},
     "offload": set(),
-    "installer": {"compat", "engine", "errors", "fingerprints", "patching", "window"},
+    "installer": {
+        "compat",
+        "engine",
+        "errors",
+        "fingerprints",
+        "integrations",
+        "patching",
+        "window",
+    },
+    "integrations": {"integrations/accelerate", "patching"},
+    "integrations/accelerate": {"config", "errors", "patching", "window"},
     "patching": {"errors"},
     "stage1_2": {"compat", "gradients", "offload", "patching", "window"},
     "stage3": {"compat", "gradients", "offload", "patching", "window"},
@@ -42,21 +58,25 @@ MAY_IMPORT = {
 NEEDS_DEEPSPEED = {"engine", "gradients", "inspection", "offload", "stage1_2", "stage3"}
 
 
-def relative_imports(module: str) -> set[str]:
+def internal_imports(module: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
+    path = MODULES[module]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].relative_to(PACKAGE)
             if node.module:
-                found.add(node.module)
+                found.add((folder / node.module).as_posix())
             else:
-                names = {alias.name for alias in node.names}
-                found |= {name if (PACKAGE / f"{name}.py").exists() else "" for name in names}
+                names = {(folder / alias.name).as_posix() for alias in node.names}
+                found |= {name if name in MODULES else "" for name in names}
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("ds_unmanaged_gas."):
+            found.add(str(node.module).removeprefix("ds_unmanaged_gas."))
     return found
 
 
 def top_level_imports(module: str) -> set[str]:
     found = set()
-    for node in ast.parse((PACKAGE / f"{module}.py").read_text()).body:
+    for node in ast.parse(MODULES[module].read_text()).body:
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -65,22 +85,26 @@ def top_level_imports(module: str) -> set[str]:
 
 
 def test_modules_import_in_one_direction() -> None:
-    modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert modules == set(MAY_IMPORT)
-    for module in modules:
-        assert relative_imports(module) <= MAY_IMPORT[module], module
+    assert set(MODULES) == set(MAY_IMPORT)
+    for module in MODULES:
+        assert internal_imports(module) <= MAY_IMPORT[module], module
 
 
 def test_torch_and_deepspeed_are_imported_where_engines_are_handled_only() -> None:
-    for path in PACKAGE.glob("*.py"):
-        imports = top_level_imports(path.stem) & {"torch", "deepspeed"}
-        assert not imports or path.stem in NEEDS_DEEPSPEED, path.stem
+    for module in MODULES:
+        imports = top_level_imports(module) & {"torch", "deepspeed"}
+        assert not imports or module in NEEDS_DEEPSPEED, module
+
+
+def test_no_library_is_imported_for_its_integration() -> None:
+    for module in MODULES:
+        assert not top_level_imports(module) & {"accelerate", "transformers"}, module
 
 
 def comparisons_of_versions(module: str) -> list[str]:
     """Imports of a version parser, and comparisons of anything called a version."""
     found = []
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom) and "packaging" in ast.unparse(node):
             found.append(ast.unparse(node))
         if isinstance(node, ast.Compare) and "version" in ast.unparse(node).lower():
@@ -90,6 +114,6 @@ def comparisons_of_versions(module: str) -> list[str]:
 
 def test_versions_are_compared_in_compat_only() -> None:
     assert comparisons_of_versions("compat")  # or this test could not fail
-    for path in PACKAGE.glob("*.py"):
-        if path.stem != "compat":
-            assert comparisons_of_versions(path.stem) == [], path.stem
+    for module in MODULES:
+        if module != "compat":
+            assert comparisons_of_versions(module) == [], module
