@@ -771,7 +771,9 @@ def patches() -> tuple[PatchSpec, ...]:
             "refused: the caller owns the boundary",
             _refusal(
                 "set_gradient_accumulation_boundary",
-                "step() is the boundary; call step() when the window is complete",
+                "step() is the boundary; call step() when the window is complete. (DeepSpeed's "
+                "UlyssesSPFwdLossBwdWithLogits calls it: use UlyssesSPDataLoaderAdapter instead, "
+                "which took its place)",
             ),
         ),
         on_engine(
@@ -879,6 +881,13 @@ def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type | ModuleType, str
     for owner, names in counted_on:
         # Which ones a release has differs.
         yield from ((owner, name) for name in names if name in vars(owner))
+
+
+def is_in_backward() -> bool:
+    """Whether the backward that runs in this thread, if any, is one of an unmanaged engine."""
+    task = torch._C._current_graph_task_id()  # -1: none
+    states: list[UnmanagedEngine] = [attached(engine) for engine in _live_engines]
+    return task >= 0 and any(s.is_in_backward or s._torch_style_task == task for s in states)
 
 
 def require_no_open_window() -> None:

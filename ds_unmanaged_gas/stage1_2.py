@@ -35,7 +35,6 @@ COUNTED_ON = (
             "process_gradients",
             "independent_gradient_partition_epilogue",
             "finalize_gradient_accumulation_boundary",
-            "reduce_independent_p_g_buckets_and_remove_grads",
             "reduce_ipg_grads",
             "reduce_ready_partitions_and_remove_grads",
             "get_flat_partition",
@@ -431,6 +430,13 @@ def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any)
     return wrapped(*args, **kwargs)
 
 
+def _wrap_reduce_independent(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    is_complete = getattr(args[0], "ds_grad_is_ready", True)
+    if attached(optimizer) is not None and not is_complete:
+        return None  # autograd adds the next tile to param.grad
+    return wrapped(*args, **kwargs)
+
+
 def _wrap_copy_grads_in_partition(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     gradients = attached(optimizer)
     if not isinstance(gradients, Stage2OffloadGradients):
@@ -473,6 +479,13 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 reduces once, at step(): parameters without a gradient contribute zeros, and "
             "overlap_comm, whose hooks found no boundary, is flushed",
             _wrap_reduce_gradients,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer,
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            "sequence-tiled modules: stage 2 of 0.17.0-0.18.5 puts the gradient of every tile into "
+            "the bucket, and reduces the wrong part of it",
+            _wrap_reduce_independent,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,

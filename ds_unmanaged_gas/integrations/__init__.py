@@ -1,7 +1,5 @@
-"""Libraries that call backward() and step() in their users' stead.
-
-Each is patched when it has been imported, and never imported from here.
-"""
+"""What is patched when it has been imported, and never imported from here: libraries that call
+backward() and step() in their users' stead, and parts of DeepSpeed that few use."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ from types import ModuleType
 
 from ds_unmanaged_gas.patching import PatchSpec
 
-from . import accelerate
+from . import accelerate, tiled_compute
 
 # The module whose import makes the library usable with DeepSpeed, and what is patched then.
-_PATCHES = {"accelerate.accelerator": accelerate.patches}
+_PATCHES = {
+    "accelerate.accelerator": accelerate.patches,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": tiled_compute.patches,
+}
 
 MODULES = tuple(_PATCHES)
 

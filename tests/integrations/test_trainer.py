@@ -1,5 +1,5 @@
-"""transformers.Trainer on unmanaged engines: windows of four micro-batches and the tail of an epoch,
-losses divided by the tokens of a window on all ranks, a clipped norm and a learning rate schedule."""
+"""transformers.Trainer on unmanaged engines: windows of four micro-batches and an epoch's tail,
+losses divided by the tokens of all ranks in a window, a clipped norm, a learning rate schedule."""
 
 from __future__ import annotations
 

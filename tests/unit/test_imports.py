@@ -47,8 +47,9 @@ MAY_IMPORT = {
         "patching",
         "window",
     },
-    "integrations": {"integrations/accelerate", "patching"},
+    "integrations": {"integrations/accelerate", "integrations/tiled_compute", "patching"},
     "integrations/accelerate": {"config", "errors", "patching", "window"},
+    "integrations/tiled_compute": {"engine", "errors", "patching"},
     "patching": {"errors"},
     "stage1_2": {"compat", "gradients", "offload", "patching", "window"},
     "stage3": {"compat", "gradients", "offload", "patching", "window"},
@@ -69,6 +70,8 @@ def internal_imports(module: str) -> set[str]:
             else:
                 names = {(folder / alias.name).as_posix() for alias in node.names}
                 found |= {name if name in MODULES else "" for name in names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "ds_unmanaged_gas":
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("ds_unmanaged_gas."):
             found.add(str(node.module).removeprefix("ds_unmanaged_gas."))
     return found
