@@ -47,13 +47,16 @@ DEEPSPEED_NEEDS = [
 ]
 
 
-def torch_python(session: nox.Session) -> str:
-    """The interpreter of the shared environment, which is made on first use."""
-    folder = CACHE / f"torch-{TORCH}-python{sys.version_info.major}.{sys.version_info.minor}"
+def torch_python(session: nox.Session, *further: str) -> str:
+    """The interpreter of the shared environment, which is made on first use; of another one for
+    further dependency groups, those that exist."""
+    name = "-".join(["torch", TORCH, *further])
+    folder = CACHE / f"{name}-python{sys.version_info.major}.{sys.version_info.minor}"
     python = str(folder / "bin" / "python")
     groups = nox.project.load_toml("pyproject.toml")["dependency-groups"]
     wanted = sorted({*DEEPSPEED_NEEDS, "wrapt>=1.17,<3", *groups["test"], *groups["lint"]})
     wanted += [*groups["demo"], f"torch=={TORCH}"]
+    wanted += [requirement for group in further for requirement in groups.get(group, [])]
     marker = folder / "installed.txt"
     if not marker.exists() or marker.read_text() != "\n".join(wanted):
         session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
@@ -62,13 +65,13 @@ def torch_python(session: nox.Session) -> str:
     return python
 
 
-def deepspeed_folder(session: nox.Session, python: str, release: str) -> str:
-    """The folder that holds this DeepSpeed release, which is unpacked on first use."""
-    folder = CACHE / f"deepspeed-{release}"
+def package_folder(session: nox.Session, python: str, package: str, release: str) -> str:
+    """The folder that holds this release of a package alone, which is unpacked on first use."""
+    folder = CACHE / f"{package}-{release}"
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        requirement = f"deepspeed=={release}"
+        requirement = f"{package}=={release}"
         arguments = ["--quiet", "--no-deps", "--target", str(unfinished), requirement]
         session.run(python, "-m", "pip", "install", *arguments, external=True)
         unfinished.rename(folder)
@@ -99,12 +102,40 @@ def tests(session: nox.Session, deepspeed: str) -> None:
     nor build an op. Arguments after -- go to pytest and replace that choice.
     """
     python = torch_python(session)
-    env = environment(deepspeed_folder(session, python, deepspeed), deepspeed)
+    env = environment(package_folder(session, python, "deepspeed", deepspeed), deepspeed)
     check_release(session, python, deepspeed, env)
     choice = [] if deepspeed == NEWEST else ["-m", "not thorough and not builds_op"]
     arguments = session.posargs or choice
     # The two ranks of one test wait for each other half of the time: run two tests at once.
     session.run(python, "-m", "pytest", "-n2", *arguments, env=env, external=True)
+
+
+# The last release of Accelerate that leaves the boundary to DeepSpeed's counter.
+OLD_ACCELERATE = "1.7.0"
+
+
+@nox.session(venv_backend="none")
+def integrations(session: nox.Session) -> None:
+    """Run the tests with other libraries (Accelerate, transformers, peft) on the newest DeepSpeed.
+
+    In an environment of its own: where they are installed, DeepSpeed imports some of them. Arguments
+    after -- go to pytest.
+    """
+    python = torch_python(session, "integrations", "tinker")
+    env = environment(package_folder(session, python, "deepspeed", NEWEST), NEWEST)
+    check_release(session, python, NEWEST, env)
+    libraries = "import accelerate, peft, transformers; "
+    libraries += (
+        "print(*(f'{m.__name__} {m.__version__}' for m in (accelerate, peft, transformers)))"
+    )
+    session.run(python, "-c", libraries, env=env, external=True)
+    arguments = session.posargs or ["tests/integrations"]
+    session.run(python, "-m", "pytest", *arguments, env=env, external=True)
+    if not session.posargs:
+        old = package_folder(session, python, "accelerate", OLD_ACCELERATE)
+        env["PYTHONPATH"] = os.pathsep.join([old, env["PYTHONPATH"]])
+        tests = "tests/integrations/test_accelerate.py"
+        session.run(python, "-m", "pytest", tests, env=env, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -117,7 +148,7 @@ def sweep(session: nox.Session) -> None:
     python = torch_python(session)
     results = CACHE / "sweep"
     for release in session.posargs or EVERY:
-        env = environment(deepspeed_folder(session, python, release), release)
+        env = environment(package_folder(session, python, "deepspeed", release), release)
         check_release(session, python, release, env)
         choice = [] if release in [NEWEST, *OLDER] else ["-m", "not builds_op"]
         arguments = ["-q", "--tb=short", f"--junit-xml={results / release}.xml", *choice]
@@ -138,7 +169,7 @@ def soak(session: nox.Session) -> None:
     """
     python = torch_python(session)
     for release in session.posargs or [NEWEST, *OLDER]:
-        env = environment(deepspeed_folder(session, python, release), release)
+        env = environment(package_folder(session, python, "deepspeed", release), release)
         check_release(session, python, release, env)
         env["SOAK_WINDOWS"] = os.environ.get("SOAK_WINDOWS", "200")
         arguments = ["-q", "-s", "tests/distributed/test_soak.py"]
@@ -151,7 +182,7 @@ def fingerprints(session: nox.Session) -> None:
     python = torch_python(session)
     records = []
     for release in EVERY:
-        env = environment(deepspeed_folder(session, python, release), release)
+        env = environment(package_folder(session, python, "deepspeed", release), release)
         env |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
         records.append(f"{session.create_tmp()}/{release}.json")
         arguments = ["tests/compat/seams.py", "record", records[-1]]
@@ -172,7 +203,7 @@ def lint(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small model with windows of varying length and compare with plain PyTorch."""
     python = torch_python(session)
-    env = environment(deepspeed_folder(session, python, NEWEST), NEWEST)
+    env = environment(package_folder(session, python, "deepspeed", NEWEST), NEWEST)
     session.run(python, "examples/variable_windows.py", *session.posargs, env=env, external=True)
 
 

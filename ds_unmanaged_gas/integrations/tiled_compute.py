@@ -53,8 +53,8 @@ def _wrap_fused_backward(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -
         _require_ready(ctx.compute_params)
         if grad != 1:
             raise WindowArgumentError(
-                f"the gradient of a TiledFusedLogitsLoss is {float(grad)}, not 1: it differentiates "
-                "in forward(), before its loss is divided or scaled, and the gradients of its "
+                f"the gradient of a TiledFusedLogitsLoss is {float(grad)}, not 1: it works "
+                "in forward(), before the loss is divided or scaled, and the gradients of its "
                 "compute_params stay undivided; call backward(loss, scale_wrt_gas=False) with the "
                 'loss as it is, divide at step() ("gradient_scale": "num_backwards" in '
                 '"unmanaged_gradient_accumulation"), and use no fp16 loss scale'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from harness.releases import DEEPSPEED
 from packaging.version import Version
 
 import ds_unmanaged_gas
-from ds_unmanaged_gas import fingerprints, installer
+from ds_unmanaged_gas import fingerprints, installer, integrations
 
 configure_environment()
 
@@ -30,8 +32,17 @@ def start_and_end_disabled() -> Iterator[None]:
     ds_unmanaged_gas.disable()
 
 
+with contextlib.suppress(ImportError):  # from 0.17.0; patched only if it is imported
+    importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+
+
+def all_patches() -> list[patching.PatchSpec]:
+    """Some releases import Accelerate where it is installed."""
+    return [*engine.patches(), *integrations.patches()]
+
+
 def namespaces() -> dict[type, dict[str, Any]]:
-    return {spec.owner: dict(vars(spec.owner)) for spec in engine.patches()}
+    return {spec.owner: dict(vars(spec.owner)) for spec in all_patches()}
 
 
 def assert_untouched(before: dict[type, dict[str, Any]]) -> None:
@@ -42,7 +53,7 @@ def assert_untouched(before: dict[type, dict[str, Any]]) -> None:
 
 
 def test_enable_patches_every_seam_and_says_why() -> None:
-    specs = engine.patches()
+    specs = all_patches()
     status = ds_unmanaged_gas.enable()
     assert status.enabled
     assert status == ds_unmanaged_gas.status()
@@ -119,7 +130,7 @@ def test_enable_from_many_threads_patches_once() -> None:
     for thread in threads:
         thread.join()
     assert results == [results[0]] * 8
-    for spec in engine.patches():
+    for spec in all_patches():
         assert not isinstance(
             getattr(vars(spec.owner)[spec.name], "__wrapped__", None), wrapt.FunctionWrapper
         )
@@ -199,4 +210,4 @@ def test_command_line_report() -> None:
 
 def test_installer_holds_the_only_ledger() -> None:
     ds_unmanaged_gas.enable()
-    assert len(installer._ledger) == len(engine.patches())
+    assert len(installer._ledger) == len(all_patches())
