@@ -84,6 +84,7 @@ def train(config: dict[str, Any]) -> list[Weights]:
     return history
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's, of itself
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adapters_accumulate_as_in_plain_pytorch(ranks: Any, stage: int) -> None:
     expected = [trained(weights) for weights in reference()]
