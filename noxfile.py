@@ -118,8 +118,8 @@ OLD_ACCELERATE = "1.7.0"
 def integrations(session: nox.Session) -> None:
     """Run the tests with other libraries (Accelerate, transformers, peft) on the newest DeepSpeed.
 
-    In an environment of its own: where they are installed, DeepSpeed imports some of them. Arguments
-    after -- go to pytest.
+    In an environment of its own, since DeepSpeed imports some of them where they are installed.
+    Arguments after -- go to pytest.
     """
     python = torch_python(session, "integrations", "tinker")
     env = environment(package_folder(session, python, "deepspeed", NEWEST), NEWEST)

@@ -8,12 +8,15 @@ from types import ModuleType
 
 from ds_unmanaged_gas.patching import PatchSpec
 
-from . import accelerate, tiled_compute
+from . import accelerate, lightning, tiled_compute
 
 # The module whose import makes the library usable with DeepSpeed, and what is patched then.
 _PATCHES = {
     "accelerate.accelerator": accelerate.patches,
     "deepspeed.runtime.sequence_parallel.ulysses_sp": tiled_compute.patches,
+    # One library under two names.
+    "lightning.pytorch.plugins.precision.deepspeed": lightning.patches,
+    "pytorch_lightning.plugins.precision.deepspeed": lightning.patches,
 }
 
 MODULES = tuple(_PATCHES)

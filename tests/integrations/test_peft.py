@@ -91,7 +91,7 @@ def test_adapters_accumulate_as_in_plain_pytorch(ranks: Any, stage: int) -> None
     start = trained(weights_of(make_model()))
     assert len(start) == 4
     for name in start:  # or the tolerance below could hide a missing update
-        assert (expected[-1][name] - start[name]).abs().max() > 0.01
+        assert (expected[-1][name] - start[name]).abs().max() > 0.001
     for history in ranks.run(train, config=make_config(stage=stage)):
         for weights, wanted in zip(history, expected, strict=True):
             for name, values in trained(weights).items():

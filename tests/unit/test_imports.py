@@ -47,8 +47,14 @@ MAY_IMPORT = {
         "patching",
         "window",
     },
-    "integrations": {"integrations/accelerate", "integrations/tiled_compute", "patching"},
+    "integrations": {
+        "integrations/accelerate",
+        "integrations/lightning",
+        "integrations/tiled_compute",
+        "patching",
+    },
     "integrations/accelerate": {"config", "errors", "patching", "window"},
+    "integrations/lightning": {"errors", "patching", "window"},
     "integrations/tiled_compute": {"engine", "errors", "patching"},
     "patching": {"errors"},
     "stage1_2": {"compat", "gradients", "offload", "patching", "window"},
@@ -101,7 +107,7 @@ def test_torch_and_deepspeed_are_imported_where_engines_are_handled_only() -> No
 
 def test_no_library_is_imported_for_its_integration() -> None:
     for module in MODULES:
-        assert not top_level_imports(module) & {"accelerate", "transformers"}, module
+        assert not top_level_imports(module) & {"accelerate", "lightning", "transformers"}, module
 
 
 def comparisons_of_versions(module: str) -> list[str]:
