@@ -886,7 +886,7 @@ def methods(specs: Iterable[PatchSpec]) -> Iterator[tuple[type | ModuleType, str
 def is_in_backward() -> bool:
     """Whether the backward that runs in this thread, if any, is one of an unmanaged engine."""
     task = torch._C._current_graph_task_id()  # -1: none
-    states: list[UnmanagedEngine] = [attached(engine) for engine in _live_engines]
+    states: list[UnmanagedEngine] = [attached(engine) for engine in live_engines]
     return task >= 0 and any(s.is_in_backward or s._torch_style_task == task for s in states)
 
 
