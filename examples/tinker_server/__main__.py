@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import uvicorn
-
-import deepspeed
 from deepspeed.accelerator import get_accelerator
 
 from .app import App, Info
@@ -47,12 +46,15 @@ class Server(uvicorn.Server):
         for task in tasks:
             task.cancel()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, _sig: int, _frame: Any) -> None:
         if self._draining is None:
             log.info("shutting down: finishing what was accepted (again to quit at once)")
-            self._draining = self._loop.create_task(self._drain())
+            self._loop.call_soon_threadsafe(self._begin_drain)
         else:
             self.should_exit = self.force_exit = True
+
+    def _begin_drain(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         await self._app.drain(self._drain_s)
@@ -63,7 +65,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tinker_server")
     parser.add_argument("--port", type=int, default=8300, help="on 127.0.0.1; 0: any")
     parser.add_argument("--api-key", default=os.environ.get("TINKER_SERVER_API_KEY"))
-    parser.add_argument("--model", help="local folder of a transformers model; default: tiny, random")
+    parser.add_argument(
+        "--model", help="local folder of a transformers model; default: tiny, random"
+    )
     parser.add_argument("--lora-rank", type=int, default=32, help="0: train all parameters")
     parser.add_argument("--slots", type=int, default=4, help="models trained at the same time")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=1, help="of ZeRO")
@@ -73,6 +77,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--session-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--drain-timeout", type=float, default=25.0, help="seconds, at SIGTERM")
     options = parser.parse_args()
+    if options.api_key is None:
+        options.api_key = f"tml-{secrets.token_hex(16)}"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"API key: {options.api_key}", flush=True)
     options.state_dir = options.state_dir.resolve()
     return options
 
@@ -86,7 +94,7 @@ def serve(options: argparse.Namespace, team: Team, trainer: Trainer, engine_thre
         controller := Controller(team, slots=options.slots, state_dir=options.state_dir),
         engine_thread,
         info=Info(name, options.lora_rank, Limits(base.vocab_size, base.max_position_embeddings)),
-        api_key=options.api_key or f"tml-{secrets.token_hex(16)}",
+        api_key=options.api_key,
     )
     config = uvicorn.Config(
         app.routes(),
@@ -95,14 +103,14 @@ def serve(options: argparse.Namespace, team: Team, trainer: Trainer, engine_thre
         log_level="warning",
         lifespan="off",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,
     )
     socket = config.bind_socket()
     port = socket.getsockname()[1]
-    print(f"serving {name} on http://127.0.0.1:{port} with key {app.api_key}", flush=True)
+    print(f"serving {name} on http://127.0.0.1:{port}", flush=True)
     asyncio.run(Server(config, app, options.drain_timeout).serve(sockets=[socket]))
     controller.log_models()
     engine_thread.submit(team.dismiss).result()
-    print(f"{app.seconds_of_work:.1f} s of engine work", flush=True)
 
 
 def main() -> int:
@@ -111,10 +119,6 @@ def main() -> int:
     log.setLevel("INFO")
     accelerator = get_accelerator()
     rank = int(os.environ.get("RANK", "0"))
-    if rank:
-        # A launcher sends these to every rank. Rank 0 decides when the others are done.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One thread for all that touches the engine: devices and streams are chosen per thread.
     with ThreadPoolExecutor(1) as engine_thread:
 
@@ -143,6 +147,9 @@ def main() -> int:
         if rank == 0:
             serve(options, team, trainer, engine_thread)
         else:
+            # A launcher sends these to every rank. Rank 0 decides when the others are done.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             engine_thread.submit(team.follow).result()
         engine_thread.submit(torch.distributed.destroy_process_group).result()
     return 0

@@ -54,8 +54,7 @@ class App:
     ) -> None:
         self.ledger, self.controller, self.info = ledger, controller, info
         self._engine_thread = engine_thread
-        self.api_key = api_key
-        self.seconds_of_work = 0.0
+        self._api_key = api_key
 
     # Work
 
@@ -64,7 +63,6 @@ class App:
         loop = asyncio.get_running_loop()
         while True:
             request = await self.ledger.next()
-            begin = time.monotonic()
             try:
                 answer = await loop.run_in_executor(
                     self._engine_thread, self.controller.execute, request
@@ -75,7 +73,6 @@ class App:
                 text = f"{type(error).__name__}: {error}"
                 answer = {"error": text, "category": "server"}
             self.ledger.answer(request, answer, time.monotonic())
-            self.seconds_of_work += time.monotonic() - begin
 
     async def keep_house(self) -> None:
         while True:
@@ -125,7 +122,7 @@ class App:
 
         async def endpoint(http: HttpRequest) -> Response:
             given = http.headers.get("X-API-Key", "")
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            if not hmac.compare_digest(given.encode(), self._api_key.encode()):
                 return _detail(401, "wrong or no X-API-Key")
             body = bytearray()
             async for part in http.stream():
@@ -172,9 +169,7 @@ class App:
         self, message: dict[str, Any], kind: str, body: bytes, payload: Any, error: str | None
     ) -> Response:
         session_id, number = _text(message, "session_id"), _integer(message, "model_seq_id")
-        return _accepted(
-            self.ledger.create_model(session_id, number, kind, body, payload, error)
-        )
+        return _accepted(self.ledger.create_model(session_id, number, kind, body, payload, error))
 
     def _checked_seed(self, message: dict[str, Any]) -> int | None:
         """Refuse, instead of ignoring, what this server can't do for a model."""
@@ -188,8 +183,11 @@ class App:
             )
         for part in ("train_mlp", "train_attn", "train_unembed"):
             if lora.get(part, True) is not True:
-                raise UserError(f"lora_config.{part} = {lora[part]!r}: this server trains it always")
-        return lora.get("seed")
+                raise UserError(f"lora_config.{part} = {lora[part]!r}: it is always trained here")
+        seed = lora.get("seed")
+        if seed is not None and not isinstance(seed, int):
+            raise UserError(f"lora_config.seed = {seed!r} is not a whole number")
+        return seed
 
     def _check_base(self, message: dict[str, Any]) -> None:
         if message.get("base_model", self.info.model_name) != self.info.model_name:
@@ -256,9 +254,7 @@ class App:
             contents, error = {}, str(failure)
         return self._created(message, "create_from_state", body, contents, error)
 
-    def _numbered(
-        self, kind: str, body: bytes, parse: Callable[[dict[str, Any]], Any]
-    ) -> Response:
+    def _numbered(self, kind: str, body: bytes, parse: Callable[[dict[str, Any]], Any]) -> Response:
         message = _object(body)
         payload, error = None, None
         try:
@@ -272,9 +268,7 @@ class App:
         self, model_id: str, seq_id: int, kind: str, body: bytes, payload: Any, error: str | None
     ) -> Response:
         now = time.monotonic()
-        return _accepted(
-            self.ledger.submit(model_id, seq_id, kind, body, payload, error, now)
-        )
+        return _accepted(self.ledger.submit(model_id, seq_id, kind, body, payload, error, now))
 
     async def _retrieve(self, _http: HttpRequest, body: bytes) -> Response:
         request = self.ledger.find(_text(_object(body), "request_id"))

@@ -3,10 +3,10 @@
 Plain Python; everything here is called from the event loop's thread.
 
 [Note: every accepted request takes its turn]
-A client numbers the requests of a model 1, 2, 3, ... (``seq_id``) and may send them out of order, the
-first one last, so a request is accepted at once and waits here for its turn. A request that can't be
-carried out takes its turn too, as a tombstone (``error`` is set): without it all later ones would
-wait for ever, and what was refused may have been a part of a window that must not be applied then.
+A client numbers the requests of a model 1, 2, 3, ... (``seq_id``) and may send them out of order,
+the first one last, so a request is accepted at once and waits here for its turn. A request that
+can't be carried out takes its turn too, as a tombstone (``error`` is set): without it all later
+ones would wait for ever, and it may have been a part of a window that must not be applied then.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ class Ledger:
         """Raises RefusedError (410)."""
         request = self._requests.get(request_id)
         if request is None:
-            raise RefusedError(410, f"request {request_id!r} is unknown here, or its answer expired")
+            raise RefusedError(
+                410, f"request {request_id!r} is unknown here, or its answer expired"
+            )
         return request
 
     # Housekeeping

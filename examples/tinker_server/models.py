@@ -1,7 +1,7 @@
 """What the engine trains: several independently trainable models ("slots") in one module.
 
-With ``lora_rank`` 0 a slot is a copy of the whole base model, else a LoRA adapter of one frozen base
-model. Clients come and go, slots stay: a new client's model is a slot with fresh weights.
+With ``lora_rank`` 0 a slot is a copy of the whole base model, else a LoRA adapter of one frozen
+base model. Clients come and go, slots stay: a new client's model is a slot with fresh weights.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ _FOREVER = datetime.timedelta(days=365)
 
 
 class FailedOnRanksError(Exception):
-    """A call failed on at least one rank; the text has every error. The engine's window, if the call
-    added to it, is to be discarded."""
+    """A call failed on at least one rank; the text has every error. The engine's window, if the
+    call added to it, is to be discarded."""
 
 
 class AgreedError(Exception):

@@ -1,13 +1,14 @@
 """The engine, on every rank. Rank 0 says what to do, all ranks do it, see team.py.
 
 [Note: one window, one slot]
-The engine has one accumulation window. The controller sees to it that all backwards in it are of one
-slot; the other slots' parameters take no part then, so their gradients are zero, and SlotAdamW skips
-them in the update: neither their weights nor their optimizer state notice.
+The engine has one accumulation window. The controller sees to it that all backwards in it are of
+one slot. The other slots' parameters take no part then, so their gradients are zero, and SlotAdamW
+skips them in the update: neither their weights nor their optimizer state notice.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,10 @@ class Trainer:
         self.optimizer.active = group
         self.window.step(max_grad_norm=adam.grad_clip_norm)
         group["updates"] += 1
-        return float(self.engine.get_global_grad_norm())
+        norm = float(self.engine.get_global_grad_norm())
+        if not math.isfinite(norm):  # the loss was finite, or there would have been no backward
+            raise AgreedError(f"the gradient norm was {norm}, and so are the weights now")
+        return norm
 
     def discard(self) -> None:
         """Drop the engine's window."""
@@ -179,7 +183,7 @@ class Trainer:
         if self.team.rank == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, f"{path}.unfinished")
-            os.replace(f"{path}.unfinished", path)  # noqa: PTH105
+            os.replace(f"{path}.unfinished", path)
 
     def load(self, *, slot: int, path: str, optimizer: bool) -> None:
         """Read what save() wrote, with or without the optimizer state."""

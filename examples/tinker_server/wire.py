@@ -76,7 +76,7 @@ def parse_adam(message: dict[str, Any]) -> AdamParams:
     try:
         return AdamParams.model_validate(message["adam_params"])
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
+        wrong = [f"{e['loc'][-1]} = {e['input']!r}: {e['msg']}" for e in error.errors()]
         raise UserError("adam_params: " + "; ".join(wrong)) from None
 
 
@@ -95,12 +95,12 @@ def work_of(message: pb.ForwardBackwardRequest, limits: Limits) -> Work:
         raise UserError(f"loss_fn = {loss_fn!r}: this server has {', '.join(INPUTS)}")
     if not message.data:
         raise UserError("data is empty")
-    data = []
-    for index, datum in enumerate(message.data):
-        try:
-            data.append(_datum(datum, loss_fn, limits))
-        except UserError as error:
-            raise UserError(f"data[{index}]: {error}") from None
+    data: list[Datum] = []
+    try:
+        for datum in message.data:
+            data.append(_datum(datum, loss_fn, limits))  # noqa: PERF401 -- len() tells which failed
+    except UserError as error:
+        raise UserError(f"data[{len(data)}]: {error}") from None
     return Work(data, loss_fn, _loss_config(message))
 
 
@@ -120,47 +120,46 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
 
 
 def _datum(message: pb.Datum, loss_fn: str, limits: Limits) -> Datum:
-    chunks = []
-    for chunk in message.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            raise UserError("model_input has a chunk that is no text; this server takes text only")
-        chunks.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
-    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    tokens = _tokens(message)
     if not 1 <= len(tokens) <= limits.max_tokens:
         raise UserError(f"{len(tokens)} tokens; this model takes 1 to {limits.max_tokens}")
     given = {name: _array(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
-    if "target_tokens" not in given:
-        raise UserError("loss_fn_inputs has no target_tokens")
     if loss_fn == "cross_entropy":
         given.setdefault("weights", np.ones(len(tokens), np.float32))
-    wanted = ("target_tokens", *INPUTS[loss_fn])
+    wanted = {"target_tokens", *INPUTS[loss_fn]}
+    if given.keys() != wanted:
+        raise UserError(f"{loss_fn} takes {sorted(wanted)}, not {sorted(given)}")
     for name, array in given.items():
-        if name not in wanted:
-            raise UserError(f"loss_fn_inputs[{name!r}] is unknown to {loss_fn}")
         if array.shape != tokens.shape:
             raise UserError(f"{name} has shape {array.shape} for {len(tokens)} tokens")
         if not np.isfinite(array).all():
             raise UserError(f"{name} has values that are not finite")
-    for name in wanted:
-        if name not in given:
-            raise UserError(f"loss_fn_inputs has no {name}, which {loss_fn} needs")
     targets = given.pop("target_tokens")
     for name, array in (("model_input", tokens), ("target_tokens", targets)):
-        if array.min() < 0 or array.max() >= limits.vocabulary or array.dtype.kind != "i":
-            raise UserError(f"{name} has values that are no token from 0 to {limits.vocabulary - 1}")
+        if array.dtype.kind != "i" or array.min() < 0 or array.max() >= limits.vocabulary:
+            raise UserError(f"{name} has values that are no token below {limits.vocabulary}")
     return Datum(tokens, targets, {name: given[name].astype(np.float32) for name in given})
+
+
+def _tokens(message: pb.Datum) -> np.ndarray:
+    chunks = [np.zeros(0, "<i4")]
+    for chunk in message.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise UserError("model_input has a chunk that is no text; this server takes text only")
+        try:
+            chunks.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+        except ValueError as error:
+            raise UserError(f"model_input: {error}") from None
+    return np.concatenate(chunks).astype(np.int64)
 
 
 def _array(name: str, tensor: pb.Tensor) -> np.ndarray:
     if tensor.WhichOneof("encoding") == "sparse_csr" or tensor.dtype not in _DTYPES:
         raise UserError(f"{name} is sparse or of an unknown dtype; send dense float32 or int64")
-    array = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
     try:
-        return array.reshape(tuple(tensor.shape))
-    except ValueError:
-        raise UserError(
-            f"{name} has {array.size} values for the shape {tuple(tensor.shape)}"
-        ) from None
+        return np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).reshape(tuple(tensor.shape))
+    except ValueError as error:
+        raise UserError(f"{name} of shape {tuple(tensor.shape)}: {error}") from None
 
 
 def encode_output(logprobs: list[np.ndarray], metrics: dict[str, float]) -> bytes:

@@ -1,0 +1,151 @@
+"""The engine side of examples/tinker_server against plain PyTorch: one engine, several models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness.pool import RankPool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # in the ranks, too: they import this file
+
+pytest.importorskip("tinker", reason="the wire format is the tinker SDK's (Python 3.11 or later)")
+
+from tinker_server.wire import AdamParams, Datum, Work  # noqa: E402
+
+pytestmark = [
+    # peft, transformers and the SDK warn about themselves and each other.
+    pytest.mark.filterwarnings("default"),
+]
+
+ADAM = [
+    {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+    {"learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
+    {"learning_rate": 2e-2, "beta1": 0.5, "beta2": 0.9, "eps": 1e-8, "grad_clip_norm": 0.5},
+]
+"""Everything that an update depends on, each time another value."""
+
+TOLERANCE = 2e-6
+"""Largest accepted difference of a weight, for learning rates of at most 2e-2.
+
+Gradients are summed in another order (micro-batches of two, ranks, buckets), each addition rounds
+to 2**-24 relative, and AdamW turns a relative error of a gradient into the same relative error of
+an update. A lost, doubled or mixed-up micro-batch is an error of the order of the learning rate.
+"""
+
+
+def datum(seed: int, length: int) -> Datum:
+    dice = np.random.RandomState(seed)
+    tokens = dice.randint(0, 256, length + 1)
+    return Datum(tokens[:-1], tokens[1:], {"weights": dice.rand(length).astype(np.float32)})
+
+
+def work(*seeds: int) -> Work:
+    return Work([datum(seed, 3 + seed % 5) for seed in seeds], "cross_entropy", {})
+
+
+WINDOWS = [[work(1), work(2, 3)], [work(4, 5, 6, 7, 8)], [work(9, 10), work(11), work(12, 13, 14)]]
+
+
+def train_two_slots(stage: int, lora_rank: int, micro: int, folder: str) -> list[dict[str, Any]]:
+    """Train slots 0 and 2 in turns, slot 2 on the windows backwards. Returns what rank 0 saved
+    before the first and after each update of slot 0, and of slot 1, which nobody trained."""
+    import torch
+    from tinker_server.team import Team
+    from tinker_server.trainer import Trainer
+
+    team = Team()
+    trainer = Trainer(team, path=None, slots=3, lora_rank=lora_rank, stage=stage, micro=micro)
+    files = []
+
+    def save(slot: int) -> None:
+        files.append(f"{folder}/{len(files)}.pt")
+        trainer.save(slot=slot, path=files[-1])
+
+    for slot in range(3):
+        trainer.reset(slot=slot, seed=slot)
+    save(0)
+    save(2)
+    for window, other, adam in zip(WINDOWS, WINDOWS[::-1], ADAM):
+        for slot, requests in ((0, window), (2, other)):
+            first = 0
+            for request in requests:
+                trainer.run(slot=slot, work=request, first=first, train=True)
+                # Neither touches the window.
+                trainer.run(slot=1, work=request, first=first, train=False)
+                first += len(request.data)
+            if slot == 2:
+                # What a discarded window had must not count.
+                trainer.discard()
+                first = 0
+                for request in requests:
+                    trainer.run(slot=slot, work=request, first=first, train=True)
+                    first += len(request.data)
+            trainer.step(slot=slot, adam=AdamParams(**adam))
+            save(slot)
+    save(1)
+    trainer.engine.destroy()
+    torch.distributed.barrier()
+    return [torch.load(file) for file in files]
+
+
+def reference(start: dict[str, Any], lora_rank: int, windows: Any) -> list[dict[str, Any]]:
+    """The weights after each window by plain PyTorch: the sum of all losses, one AdamW."""
+    import torch
+    from tinker_server.models import Slots
+
+    model = Slots(None, 1, lora_rank)
+    parameters = model.parameters_of(0)
+    with torch.no_grad():
+        for name, param in parameters.items():
+            param.copy_(start[name])
+    optimizer = torch.optim.AdamW(parameters.values())
+    history = []
+    for window, adam in zip(windows, ADAM):
+        for each in (each for request in window for each in request.data):
+            tokens, targets = (torch.from_numpy(a)[None] for a in (each.tokens, each.targets))
+            logprobs = model(0, tokens, torch.ones_like(tokens), targets)
+            (-(logprobs[0] * torch.from_numpy(each.inputs["weights"])).sum()).backward()
+        optimizer.param_groups[0].update(
+            lr=adam["learning_rate"],
+            betas=(adam["beta1"], adam["beta2"]),
+            eps=adam["eps"],
+            weight_decay=adam.get("weight_decay", 0.0),
+        )
+        if adam.get("grad_clip_norm"):
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), adam["grad_clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append({name: param.detach().clone() for name, param in parameters.items()})
+    return history
+
+
+def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_models_in_one_engine_train_as_each_would_alone(
+    ranks: RankPool, tmp_path: Path, stage: int, lora_rank: int
+) -> None:
+    saved = ranks.run(
+        train_two_slots, stage=stage, lora_rank=lora_rank, micro=2, folder=str(tmp_path)
+    )[0]
+    for first, windows in ((0, WINDOWS), (1, WINDOWS[::-1])):
+        expected = reference(saved[first]["weights"], lora_rank, windows)
+        for index, weights in enumerate(expected):
+            ours = saved[2 + 2 * index + first]
+            assert ours["updates"] == index + 1
+            difference = largest_difference(ours["weights"], weights)
+            print(f"stage {stage}, model {first}, window {index}: {difference:.1e}")
+            assert difference <= TOLERANCE
+    untouched = saved[-1]
+    assert untouched["updates"] == 0
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert all(not tensor.any() for tensor in untouched[key].values())
