@@ -48,6 +48,7 @@ class Slots(nn.Module):
             self.models = nn.ModuleList([base, *(copy.deepcopy(base) for _ in range(count - 1))])
         else:
             self.lora = _with_adapters(base, count, lora_rank)
+        self._trainable = [p for p in self.parameters() if p.requires_grad]
         # No dropout: a micro-batch that is run again has to give the same gradient.
         self.eval()
 
@@ -61,7 +62,7 @@ class Slots(nn.Module):
             model = self.lora
             model.set_adapter(_adapter(slot))
             # peft freezes the other adapters. They just take no part in this micro-batch.
-            for param in self.all_parameters():
+            for param in self._trainable:
                 param.requires_grad_(True)
         logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
         scores = functional.log_softmax(logits, dim=-1)
@@ -70,9 +71,6 @@ class Slots(nn.Module):
     def base_config(self) -> Any:
         """The configuration of the base model."""
         return self.models[0].config if self.lora_rank == 0 else self.lora.config
-
-    def all_parameters(self) -> list[nn.Parameter]:
-        return [p for slot in range(self.count) for p in self.parameters_of(slot).values()]
 
     def parameters_of(self, slot: int) -> dict[str, nn.Parameter]:
         """The trainable parameters of a slot, by names that are the same for every slot."""

@@ -23,18 +23,19 @@ pytestmark = [
 ]
 
 ADAM = [
-    {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
-    {"learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
-    {"learning_rate": 2e-2, "beta1": 0.5, "beta2": 0.9, "eps": 1e-8, "grad_clip_norm": 0.5},
+    {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3},
+    {"learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.99, "eps": 5e-3, "weight_decay": 0.1},
+    {"learning_rate": 2e-2, "beta1": 0.5, "beta2": 0.9, "eps": 2e-3, "grad_clip_norm": 0.5},
 ]
 """Everything that an update depends on, each time another value."""
 
-TOLERANCE = 2e-6
-"""Largest accepted difference of a weight, for learning rates of at most 2e-2.
+TOLERANCE = 2e-5
+"""Largest accepted difference of a weight.
 
-Gradients are summed in another order (micro-batches of two, ranks, buckets), each addition rounds
-to 2**-24 relative, and AdamW turns a relative error of a gradient into the same relative error of
-an update. A lost, doubled or mixed-up micro-batch is an error of the order of the learning rate.
+Gradients are summed in another order (micro-batches of two, ranks, buckets), with a rounding error
+of some 2**-24 of the largest summand, which is of order 10. AdamW divides by at least eps, so that
+an update is off by up to lr * 10 * 2**-24 / eps = 6e-6, and three updates with what they change in
+each other by a few times that. A lost, doubled or mixed-up datum is an error of the order of lr.
 """
 
 
@@ -145,6 +146,10 @@ def test_models_in_one_engine_train_as_each_would_alone(
             difference = largest_difference(ours["weights"], weights)
             print(f"stage {stage}, model {first}, window {index}: {difference:.1e}")
             assert difference <= TOLERANCE
+        # Not by being insensitive: one datum less is seen.
+        less = [[*windows[0][:-1], Work(windows[0][-1].data[:-1], "cross_entropy", {})]]
+        without = reference(saved[first]["weights"], lora_rank, less)[0]
+        assert largest_difference(without, expected[0]) > 100 * TOLERANCE
     untouched = saved[-1]
     assert untouched["updates"] == 0
     for key in ("exp_avg", "exp_avg_sq"):
