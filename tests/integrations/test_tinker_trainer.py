@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness.pool import RankPool
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))  # in the ranks, too: they import this file
+from harness.tinker import Reference, largest_difference
 
 pytest.importorskip("tinker", reason="the wire format is the tinker SDK's (Python 3.11 or later)")
 
-from tinker_server.wire import AdamParams, Datum, Work  # noqa: E402
+from tinker_server.wire import AdamParams, Datum, Work
 
 pytestmark = [
     # peft, transformers and the SDK warn about themselves and each other.
@@ -95,39 +92,15 @@ def train_two_slots(stage: int, lora_rank: int, micro: int, folder: str) -> list
 
 
 def reference(start: dict[str, Any], lora_rank: int, windows: Any) -> list[dict[str, Any]]:
-    """The weights after each window by plain PyTorch: the sum of all losses, one AdamW."""
-    import torch
-    from tinker_server.models import Slots
-
-    model = Slots(None, 1, lora_rank)
-    parameters = model.parameters_of(0)
-    with torch.no_grad():
-        for name, param in parameters.items():
-            param.copy_(start[name])
-    optimizer = torch.optim.AdamW(parameters.values())
+    """The weights after each window by plain PyTorch."""
+    model = Reference(start, lora_rank)
     history = []
     for window, adam in zip(windows, ADAM):
         for each in (each for request in window for each in request.data):
-            tokens, targets = (torch.from_numpy(a)[None] for a in (each.tokens, each.targets))
-            logprobs = model(0, tokens, torch.ones_like(tokens), targets)
-            (-(logprobs[0] * torch.from_numpy(each.inputs["weights"])).sum()).backward()
-        optimizer.param_groups[0].update(
-            lr=adam["learning_rate"],
-            betas=(adam["beta1"], adam["beta2"]),
-            eps=adam["eps"],
-            weight_decay=adam.get("weight_decay", 0.0),
-        )
-        if adam.get("grad_clip_norm"):
-            torch.nn.utils.clip_grad_norm_(list(parameters.values()), adam["grad_clip_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append({name: param.detach().clone() for name, param in parameters.items()})
+            model.cross_entropy(each.tokens, each.targets, each.inputs["weights"])
+        model.step(**adam)
+        history.append(model.weights())
     return history
-
-
-def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
