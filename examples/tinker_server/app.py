@@ -242,7 +242,7 @@ class App:
         def payload(message: dict[str, Any]) -> dict[str, Any]:
             self._check_base(message)
             path = str(message.get("path"))
-            self.controller.file_of(path)
+            self.controller.file_of(path, must_exist=False)
             return {"path": path, "optimizer": bool(message.get("optimizer"))}
 
         message = _object(body)

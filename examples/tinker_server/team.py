@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ class FailedOnRanksError(Exception):
 
 
 class AgreedError(Exception):
-    """Raised on every rank alike by agree(), before anything was done."""
+    """Raised on every rank alike: by agreement(), or for a reason that all ranks see."""
 
 
 class Team:
@@ -71,8 +73,15 @@ class Team:
         dist.gather_object(outcome, outcomes, dst=0, group=self._group)
         return outcomes or []
 
-    def agree(self, error: str | None) -> None:
-        """Raise AgreedError on every rank if one rank has an error. Collective: one all-reduce."""
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Raise AgreedError on every rank if the block raised on one. Collective: one all-reduce,
+        after what the block does."""
+        error = None
+        try:
+            yield
+        except Exception as failure:  # noqa: BLE001 -- reported on every rank
+            error = f"{type(failure).__name__}: {failure}"
         failed = torch.tensor([error is not None], dtype=torch.int32)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if failed.item():

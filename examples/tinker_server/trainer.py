@@ -96,7 +96,7 @@ class Trainer:
         Datum i is micro-batched on rank (first + i) modulo the number of ranks, ``first`` being the
         number of data before it in its window: so each rank adds the same terms in the same order
         however a window is split into requests. Returns the loss and the log-probabilities by
-        datum. Collective: per micro-batch one small all-reduce, and those of backward().
+        datum. Collective: per micro-batch two small all-reduces, and those of backward().
         """
         size, rank = self.team.size, self.team.rank
         shares = [range((r - first) % size, len(work.data), size) for r in range(size)]
@@ -107,11 +107,13 @@ class Trainer:
             data = [work.data[index] for index in mine]
             # ZeRO-2 and 3 communicate in every backward, so a rank without data does one, too.
             data = data or [_without_weight(work.data[0])]
-            with torch.set_grad_enabled(train):
+            # A failure on one rank is one on all, before a backward that the others would wait in.
+            with self.team.agreement(), torch.set_grad_enabled(train):
                 loss, scores = self._forward(slot, data, work)
-            if train:
-                # DeepSpeed takes the mean over ranks, Tinker's loss is the sum.
-                self.window.backward(loss * size)
+            with self.team.agreement():
+                if train:
+                    # DeepSpeed takes the mean over ranks, Tinker's loss is the sum.
+                    self.window.backward(loss * size)
             if mine:
                 loss_sum += loss.item()
             for index, datum, row in zip(mine, data, scores, strict=False):
@@ -121,26 +123,20 @@ class Trainer:
     def _forward(
         self, slot: int, data: list[Datum], work: Work
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss and the log-probabilities of a micro-batch. Raises on every rank if it fails on
-        one, before any rank has begun a backward that the others would wait for."""
-        error = None
-        try:
-            length = max(len(datum.tokens) for datum in data)
-            device = self.engine.device
-            tokens = _padded([d.tokens for d in data], length, device)
-            targets = _padded([d.targets for d in data], length, device)
-            mask = _padded([np.ones_like(d.tokens) for d in data], length, device)
-            inputs = {
-                name: _padded([d.inputs[name] for d in data], length, device)
-                for name in data[0].inputs
-            }
-            logprobs = self.engine(slot, tokens, mask, targets)
-            loss = loss_of(work.loss_fn, work.config, logprobs, inputs)
-            if not torch.isfinite(loss):
-                error = f"the {work.loss_fn} loss of a micro-batch is {loss.item()}"
-        except Exception as failure:  # noqa: BLE001 -- reported on every rank
-            error = f"{type(failure).__name__}: {failure}"
-        self.team.agree(error)
+        """The loss and the log-probabilities of a micro-batch. Raises for a loss that is not
+        finite."""
+        length = max(len(datum.tokens) for datum in data)
+        device = self.engine.device
+        tokens = _padded([d.tokens for d in data], length, device)
+        targets = _padded([d.targets for d in data], length, device)
+        mask = _padded([np.ones_like(d.tokens) for d in data], length, device)
+        inputs = {
+            name: _padded([d.inputs[name] for d in data], length, device) for name in data[0].inputs
+        }
+        logprobs = self.engine(slot, tokens, mask, targets)
+        loss = loss_of(work.loss_fn, work.config, logprobs, inputs)
+        if not torch.isfinite(loss):
+            raise ArithmeticError(f"the {work.loss_fn} loss of a micro-batch is {loss.item()}")
         return loss, logprobs
 
     def step(self, *, slot: int, adam: AdamParams) -> float:

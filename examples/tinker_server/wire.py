@@ -63,7 +63,7 @@ class AdamParams(BaseModel):
     learning_rate: float = Field(ge=0)
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
-    eps: float = Field(ge=0)
+    eps: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip_norm: float = Field(0.0, ge=0)
     """0: off."""

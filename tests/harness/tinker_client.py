@@ -1,4 +1,6 @@
-"""Clients in a process of their own, which can be killed: ``tinker_client.py URL KEY RANK COUNT STEPS``.
+"""Clients in a process of their own, which can be killed.
+
+    python tinker_client.py URL KEY RANK COUNT STEPS
 
 COUNT clients train the same windows at the same time. Each prints a line of JSON per answer, and
 stops after STEPS steps or at the first request that is not answered as it should be. With 0 STEPS

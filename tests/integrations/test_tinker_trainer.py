@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.pool import RankPool
-from harness.tinker import Reference, largest_difference
+from harness.tinker_process import Reference, largest_difference
 
 pytest.importorskip("tinker", reason="the wire format is the tinker SDK's (Python 3.11 or later)")
 
@@ -127,3 +127,42 @@ def test_models_in_one_engine_train_as_each_would_alone(
     assert untouched["updates"] == 0
     for key in ("exp_avg", "exp_avg_sq"):
         assert all(not tensor.any() for tensor in untouched[key].values())
+
+
+def fail_on_one_rank(stage: int) -> tuple[str, bool]:
+    """A backward fails on rank 1 only, in the second of three micro-batches. Returns the error, and
+    whether the slot trains on like one without an accident."""
+    import torch
+    from tinker_server.team import AgreedError, Team
+    from tinker_server.trainer import Trainer
+
+    trainer = Trainer(team := Team(), path=None, slots=2, lora_rank=4, stage=stage, micro=1)
+    for slot in range(2):
+        trainer.reset(slot=slot, seed=0)
+    param = trainer.module.parameters_of(0)
+    handle = next(reversed(param.values())).register_hook(
+        lambda grad: 1 / 0 if team.rank == 1 and trainer.window.num_backwards == 1 else grad
+    )
+    error = ""
+    try:
+        trainer.run(slot=0, work=work(*range(6)), first=0, train=True)
+    except AgreedError as failure:
+        error = str(failure)
+    handle.remove()
+    trainer.discard()
+    for slot in range(2):
+        trainer.run(slot=slot, work=work(7, 8, 9), first=0, train=True)
+        trainer.step(slot=slot, adam=AdamParams(**ADAM[0]))
+    one, other = (trainer.module.parameters_of(slot) for slot in range(2))
+    same = all(torch.equal(one[name], other[name]) for name in one)
+    trainer.engine.destroy()
+    return error, same
+
+
+def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks: RankPool) -> None:
+    """At ZeRO-1, where backward() communicates nothing that the other rank would wait for."""
+    (error_0, same_0), (error_1, same_1) = ranks.run(fail_on_one_rank, stage=1)
+    assert error_0 == "failed on another rank"
+    assert "ZeroDivisionError" in error_1
+    assert same_0
+    assert same_1

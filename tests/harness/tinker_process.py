@@ -1,4 +1,4 @@
-"""examples/tinker_server as a process, a proxy that misbehaves, and what plain PyTorch makes of it."""
+"""examples/tinker_server as a process, a proxy that misbehaves, and plain PyTorch beside them."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Reference:
 
         loss = -(self.logprobs(tokens, targets) * torch.tensor(weights)).sum()
         self.backward(loss)
-        return float(loss)
+        return loss.item()
 
     def step(
         self,
