@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -476,23 +476,24 @@ def test_a_request_that_never_comes_fails_those_behind_it(server: ServerProcess)
     post(server.url, f"sessions/{session['session_id']}/finish", {})
 
 
-def start_clients(server: ServerProcess, rank: int, count: int, steps: int) -> Any:
+@contextmanager
+def clients(server: ServerProcess, rank: int, count: int, steps: int) -> Iterator[Any]:
     script = Path(__file__).parents[1] / "harness" / "tinker_client.py"
     command = [sys.executable, str(script), server.url, KEY, str(rank), str(count), str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_killed_client_changes_nothing_for_others(server: ServerProcess, service: Any) -> None:
-    client = start_clients(server, RANK, 1, 0)
-    assert client.stdout is not None
-    killed = json.loads(client.stdout.readline())["model"]
-    assert "accumulated" in client.stdout.readline()
-    model = new_model(service)
-    reference = Reference(start_of(server, model), RANK)
-    window: list[Any] = [model.forward_backward([datum(1)], "cross_entropy")]
-    client.kill()
-    client.wait()
-    client.stdout.close()
+    with clients(server, RANK, 1, 0) as client:
+        killed = json.loads(client.stdout.readline())["model"]
+        assert "accumulated" in client.stdout.readline()
+        model = new_model(service)
+        reference = Reference(start_of(server, model), RANK)
+        window: list[Any] = [model.forward_backward([datum(1)], "cross_entropy")]
     # The dead client's window was the engine's.
     step = results([*window, *send_window(model, [[2]], ADAMS[0])])[-1]
     assert step.metrics["recomputed"] == 1
@@ -517,24 +518,22 @@ def test_shutting_down_under_load_loses_and_repeats_nothing(
     server = ServerProcess(tmp_path, *arguments.split())
     try:
         # What a client gets that nobody interrupts, and plain PyTorch.
-        alone = start_clients(server, 0, 1, 40)
-        told, _ = alone.communicate(timeout=100)
-        expected = [json.loads(line) for line in told.splitlines()][1:]
+        with clients(server, 0, 1, 20) as alone:
+            first, *told = alone.stdout.read().splitlines()
+        expected = [json.loads(line) for line in told]
         assert all("error" not in each for each in expected)
-        post_finish(server, json.loads(told.splitlines()[0])["model"])
+        post_finish(server, json.loads(first)["model"])
         compare_with_reference(expected)
         for line in expected:
             del line["client"]
 
-        clients = start_clients(server, 0, CLIENTS, 1000)
-        assert clients.stdout is not None
         lines: list[dict[str, Any]] = []
-        while sum("grad_norm" in each for each in lines) < 3 * CLIENTS:
-            lines.append(json.loads(clients.stdout.readline()))
-        begin = time.monotonic()
-        server.process.terminate()
-        lines += [json.loads(line) for line in clients.stdout.read().splitlines()]
-        clients.wait(timeout=WAIT_S)
+        with clients(server, 0, CLIENTS, 1000) as all_clients:
+            while sum("grad_norm" in each for each in lines) < 2 * CLIENTS:
+                lines.append(json.loads(all_clients.stdout.readline()))
+            begin = time.monotonic()
+            server.process.terminate()
+            lines += [json.loads(line) for line in all_clients.stdout.read().splitlines()]
         server.process.wait(timeout=WAIT_S)
         took = time.monotonic() - begin
     finally:
