@@ -42,19 +42,25 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
         tasks = [asyncio.create_task(self._app.work()), asyncio.create_task(self._app.keep_house())]
+        for task in tasks:
+            task.add_done_callback(self._stop_on_failure)
         await super().serve(sockets)
         for task in tasks:
             task.cancel()
 
     def handle_exit(self, _sig: int, _frame: Any) -> None:
-        if self._draining is None:
-            log.info("shutting down: finishing what was accepted (again to quit at once)")
-            self._loop.call_soon_threadsafe(self._begin_drain)
-        else:
-            self.should_exit = self.force_exit = True
+        # Ctrl-C comes twice: from the terminal, and from torchrun.
+        self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
-        self._draining = self._loop.create_task(self._drain())
+        if self._draining is None:
+            log.info("shutting down: finishing what was accepted")
+            self._draining = self._loop.create_task(self._drain())
+
+    def _stop_on_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("stopping: a fault in the server itself", exc_info=task.exception())
+            self.should_exit = True
 
     async def _drain(self) -> None:
         await self._app.drain(self._drain_s)
@@ -124,7 +130,6 @@ def main() -> int:
 
         def start() -> tuple[Team, Trainer]:
             if accelerator.device_name() == "cpu":
-                torch.set_num_threads(1)
                 # An optional op that takes a minute to build; gloo does without it.
                 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
             accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))

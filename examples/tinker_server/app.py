@@ -232,6 +232,8 @@ class App:
     async def _save_weights(self, _http: HttpRequest, body: bytes) -> Response:
         def payload(message: dict[str, Any]) -> dict[str, Any]:
             name = message.get("path")
+            if not isinstance(name, str):
+                raise UserError(f"path = {name!r} is not a name")
             path = f"tinker://{_text(message, 'model_id')}/weights/{name}"
             self.controller.file_of(path, must_exist=False)
             return {"name": name, "overwrite": bool(message.get("overwrite"))}

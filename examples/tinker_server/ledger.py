@@ -22,6 +22,10 @@ FORGET_AFTER_S = 600.0
 """How long an answer stays after it was given: its delivery may have got lost."""
 
 
+MAX_AHEAD = 10_000
+"""How far ahead of its turn a request may come."""
+
+
 class RefusedError(Exception):
     """A request that is not accepted, with an HTTP status that the client does not retry."""
 
@@ -153,8 +157,10 @@ class Ledger:
         RefusedError."""
         # See [Note: every accepted request takes its turn]
         model = self.require_model(model_id)
-        if seq_id < 1:
-            raise RefusedError(400, f"seq_id = {seq_id} is not a number of at least 1")
+        if not 1 <= seq_id < model.expected + MAX_AHEAD:
+            raise RefusedError(
+                400, f"seq_id = {seq_id} is not from 1 to {model.expected + MAX_AHEAD - 1}"
+            )
         self._session(model.session_id).last_seen = now
         digest = hashlib.sha256(kind.encode() + body).digest()
         if seq_id in model.accepted:

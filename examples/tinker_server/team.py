@@ -20,7 +20,7 @@ class FailedOnRanksError(Exception):
 
 
 class AgreedError(Exception):
-    """Raised on every rank alike: by agreement(), or for a reason that all ranks see."""
+    """A failure that needs no traceback. Raised inside an agreement(), or on every rank alike."""
 
 
 class Team:
@@ -80,7 +80,10 @@ class Team:
         error = None
         try:
             yield
+        except AgreedError as failure:
+            error = str(failure)
         except Exception as failure:  # noqa: BLE001 -- reported on every rank
+            traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
         failed = torch.tensor([error is not None], dtype=torch.int32)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)

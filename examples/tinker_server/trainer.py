@@ -136,7 +136,7 @@ class Trainer:
         logprobs = self.engine(slot, tokens, mask, targets)
         loss = loss_of(work.loss_fn, work.config, logprobs, inputs)
         if not torch.isfinite(loss):
-            raise ArithmeticError(f"the {work.loss_fn} loss of a micro-batch is {loss.item()}")
+            raise AgreedError(f"the {work.loss_fn} loss of a micro-batch is {loss.item()}")
         return loss, logprobs
 
     def step(self, *, slot: int, adam: AdamParams) -> float:

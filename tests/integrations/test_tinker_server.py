@@ -253,8 +253,12 @@ BAD = {
 def test_a_failed_request_takes_its_window_along_and_no_other(
     server: ServerProcess, service: Any, what: str
 ) -> None:
-    model = new_model(service)
+    model, bystander = new_model(service), new_model(service, 2)
     reference = Reference(start_of(server, model), RANK)
+    unharmed = Reference(start_of(server, bystander), RANK)
+    # The engine's window is the bystander's, or the failing one.
+    if list(BAD).index(what) % 2:
+        bystander.forward_backward([datum(50)], "cross_entropy").result(timeout=WAIT_S)
     before = model.forward_backward([datum(7)], "cross_entropy")
     bad = BAD[what](model)
     after = model.forward_backward([datum(8)], "cross_entropy")
@@ -264,14 +268,18 @@ def test_a_failed_request_takes_its_window_along_and_no_other(
         bad.result(timeout=WAIT_S)
     print(failure.value)
     after.result(timeout=WAIT_S)
+    results(send_window(bystander, [[51]], ADAMS[0]))
     with pytest.raises(tinker.RequestFailedError, match="gradient window was discarded"):
         step.result(timeout=WAIT_S)
     # The next window is clean.
     *_, update = results(send_window(model, [[1], [2]], ADAMS[0]))
     train_reference(reference, [[[1], [2]]], [ADAMS[0]])
     assert update.metrics["updates"] == 1
-    saved = server.state(model.save_state("end").result(timeout=WAIT_S).path)
-    assert largest_difference(saved["weights"], reference.weights()) <= TOLERANCE
+    opened = [[50]] if list(BAD).index(what) % 2 else []
+    train_reference(unharmed, [[*opened, [51]]], [ADAMS[0]])
+    for each, expected in ((model, reference), (bystander, unharmed)):
+        saved = server.state(each.save_state("end").result(timeout=WAIT_S).path)
+        assert largest_difference(saved["weights"], expected.weights()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

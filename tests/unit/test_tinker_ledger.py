@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from tinker_server.ledger import FORGET_AFTER_S, Ledger, RefusedError, Request
+from tinker_server.ledger import FORGET_AFTER_S, MAX_AHEAD, Ledger, RefusedError, Request
 
 
 class Driver:
@@ -102,6 +102,13 @@ def test_what_cannot_be_carried_out_takes_its_turn(driver: Driver) -> None:
     one, two = driver.run()
     assert one.answer == {"error": "bad datum"}
     assert two.answer == {"done": 2}
+
+
+@pytest.mark.parametrize("seq_id", [0, -1, MAX_AHEAD + 1])
+def test_a_number_out_of_range_is_refused(driver: Driver, seq_id: int) -> None:
+    with pytest.raises(RefusedError, match="seq_id"):
+        driver.send(seq_id)
+    driver.send(MAX_AHEAD)
 
 
 def test_models_do_not_wait_for_each_other(driver: Driver) -> None:
