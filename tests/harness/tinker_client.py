@@ -10,6 +10,7 @@ one client sends two forward_backwards, and waits for ever without an optim_step
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import tinker
 from tinker import types
+
+_one_line_at_a_time = threading.Lock()
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-4)
 
@@ -33,7 +36,8 @@ def datum(seed: int) -> types.Datum:
 
 
 def say(client: int, **what: Any) -> None:
-    print(json.dumps({"client": client, **what}), flush=True)
+    with _one_line_at_a_time:
+        print(json.dumps({"client": client, **what}), flush=True)
 
 
 def train(client: int, url: str, key: str, rank: int, steps: int) -> None:
@@ -79,8 +83,6 @@ def main() -> None:
         thread.join()
     sys.stdout.flush()
     # Not waiting for the SDK's own threads, which go on telling a server that is gone.
-    import os
-
     os._exit(0)
 
 
