@@ -19,6 +19,7 @@ answers, and an update with a part of the gradients would be silently wrong.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,8 +172,14 @@ class Controller:
             for work in model.window:
                 self._team.call("run", slot=model.slot, work=work, first=first, train=True)
                 first += len(work.data)
+        norm = self._team.call("grad_norm")[0]
+        if not (math.isfinite(norm) and norm >= 0):  # the square of a norm can overflow, too
+            raise UserError(
+                "no update: the gradients of this window are not finite, or their norm is not. It "
+                "was discarded, and the next forward_backward begins a clean one"
+            )
         try:
-            norm = self._team.call("step", slot=model.slot, adam=request.payload)[0]
+            self._team.call("step", slot=model.slot, adam=request.payload)
         except FailedOnRanksError as error:
             model.broken = f"its optim_step {request.seq_id} failed half way ({error})"
             raise

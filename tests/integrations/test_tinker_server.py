@@ -28,8 +28,8 @@ tinker = pytest.importorskip("tinker", reason="needs the tinker SDK (Python 3.11
 types = tinker.types
 
 pytestmark = [
-    # The SDK and transformers warn about themselves and each other.
-    pytest.mark.filterwarnings("default"),
+    # Nothing of this package runs in this process; the SDK and transformers warn of themselves.
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 RANK = 8
@@ -298,6 +298,23 @@ def test_a_bad_optim_step_applies_nothing_and_ends_its_window(
     reference = Reference(start, RANK)
     results(send_window(model, [[2]], ADAMS[0]))
     train_reference(reference, [[[2]]], [ADAMS[0]])
+    saved = server.state(model.save_state("end").result(timeout=WAIT_S).path)
+    assert largest_difference(saved["weights"], reference.weights()) <= TOLERANCE
+
+
+def test_gradients_that_are_not_finite_are_not_applied(server: ServerProcess, service: Any) -> None:
+    """Of a loss that is finite: two large weights that nearly cancel."""
+    model = new_model(service)
+    reference = Reference(start_of(server, model), RANK)
+    length = len(sequence(2)[0])
+    weights = [3e37, -3e37, *[0.0] * (length - 2)]
+    loss = model.forward_backward([datum(2, weights=weights)], "cross_entropy")
+    step = model.optim_step(types.AdamParams(**ADAMS[0]))
+    assert np.isfinite(loss.result(timeout=WAIT_S).metrics["loss:sum"])
+    with pytest.raises(tinker.RequestFailedError, match="not finite"):
+        step.result(timeout=WAIT_S)
+    results(send_window(model, [[1], [2]], ADAMS[0]))
+    train_reference(reference, [[[1], [2]]], [ADAMS[0]])
     saved = server.state(model.save_state("end").result(timeout=WAIT_S).path)
     assert largest_difference(saved["weights"], reference.weights()) <= TOLERANCE
 
