@@ -543,7 +543,7 @@ def test_shutting_down_under_load_loses_and_repeats_nothing(
     server = ServerProcess(tmp_path, *arguments.split())
     try:
         # What a client gets that nobody interrupts, and plain PyTorch.
-        with clients(server, 0, 1, 20) as alone:
+        with clients(server, 0, 1, 12) as alone:
             first, *told = alone.stdout.read().splitlines()
         expected = [json.loads(line) for line in told]
         assert all("error" not in each for each in expected)
