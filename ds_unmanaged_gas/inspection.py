@@ -86,7 +86,7 @@ def patches() -> tuple[PatchSpec, ...]:
                 _wrap_get_full_grad,
             )
         )
-        if hasattr(module, "safe_set_full_grad"):  # from 0.15.2
+        if hasattr(module, "safe_set_full_grad"):  # from 0.15.3
             specs.append(
                 PatchSpec(
                     module,

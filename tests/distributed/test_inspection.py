@@ -31,7 +31,12 @@ from harness.training import (
     run_window,
 )
 
-PRECISIONS = [("fp32", None), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16")]
+PRECISIONS = [
+    ("fp32", None),
+    pytest.param("bf16", "bf16", marks=pytest.mark.thorough),
+    ("bf16", "fp32"),
+    pytest.param("fp16", "fp16", marks=pytest.mark.thorough),
+]
 
 # Both heads, the same again, each alone, none at all: what is left of an earlier window shows.
 WINDOWS: list[Window] = [
@@ -105,7 +110,10 @@ def read(
     return report
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["last", "every"])
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(False, id="last", marks=pytest.mark.thorough), pytest.param(True, id="every")],
+)
 @pytest.mark.parametrize(("stage", "offload"), MODES)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
 def test_window_is_read_and_left_as_it_is(
@@ -337,7 +345,7 @@ def set_and_step(config: dict[str, Any]) -> Weights:
     return weights
 
 
-@pytest.mark.skipif(not between("0.15.2"), reason="DeepSpeed has no safe_set_full_grad() yet")
+@pytest.mark.skipif(not between("0.15.3"), reason="DeepSpeed has no safe_set_full_grad() yet")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_set_gradient_is_the_one_that_is_applied(ranks: RankPool, stage: int) -> None:
     gradients = gradients_so_far([[{"a": 1, "b": 1}]] * 2)

@@ -90,6 +90,7 @@ LOOPS = {
 BY_ITEMS = {"unmanaged_gradient_accumulation": {"gradient_scale": "num_items"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("loop", "options", "right"),
@@ -106,6 +107,7 @@ def test_unmanaged_loops_lose_nothing(
     assert ranks.run(updates, config=config, loop=loop) == [[right, right]] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("loop", "right", "last"),

@@ -24,10 +24,10 @@ from harness.training import (
 
 PRECISIONS = [
     ("fp32", None),
-    ("bf16", "bf16"),
+    pytest.param("bf16", "bf16", marks=pytest.mark.thorough),
     ("bf16", "fp32"),
-    ("fp16", "fp16"),
-    ("fp16", "fp32"),
+    pytest.param("fp16", "fp16", marks=pytest.mark.thorough),
+    pytest.param("fp16", "fp32", marks=pytest.mark.thorough),
 ]
 
 WINDOWS: list[Window] = [
@@ -49,12 +49,11 @@ AT_STAGES_2_AND_3 = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "zero",
     [
-        {},
-        {"overlap_comm": True},
-        {"contiguous_gradients": False},
-        {"reduce_bucket_size": 16, "overlap_comm": True},
+        pytest.param({}, id="default"),
+        pytest.param({"overlap_comm": True}, id="overlap", marks=pytest.mark.thorough),
+        pytest.param({"contiguous_gradients": False}, id="apart", marks=pytest.mark.thorough),
+        pytest.param({"reduce_bucket_size": 16, "overlap_comm": True}, id="small buckets"),
     ],
-    ids=lambda zero: "-".join(zero) or "default",
 )
 def test_same_update(
     ranks: RankPool,
