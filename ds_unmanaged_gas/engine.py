@@ -391,7 +391,7 @@ class UnmanagedEngine:
         return id(param) in self._params
 
     def full_grad(self, stock_getter: Callable[..., Any], param: Any) -> torch.Tensor | None:
-        """safe_get_full_grad() in a window that is not empty. Collective."""
+        """safe_get_full_grad(): of an empty window zeros. Collective."""
         engine = self.gradients.engine
         self._require_readable(engine, "safe_get_full_grad()")
         if self.gradients.reduces_in_backward:

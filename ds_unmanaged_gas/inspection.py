@@ -9,21 +9,17 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from .errors import BoundaryError
 from .patching import PatchSpec
-from .window import WindowState, attached, live_engines
+from .window import attached, live_engines
 
 
 def _holder_of(param: Any) -> Any:
-    """The state of the unmanaged engine that has this parameter, if its window is not empty and
-    step() is not running; else None, and stock code does."""
+    """The state of the unmanaged engine that has this parameter; None, and stock code does, if
+    there is none or its step() is running."""
     for engine in live_engines:
         state = attached(engine)
         if state.has(engine, param):
-            return None if state.window.is_boundary or _is_empty(state) else state
+            return None if state.window.is_boundary else state
     return None
-
-
-def _is_empty(state: Any) -> bool:
-    return bool(state.window.state is WindowState.EMPTY)
 
 
 def _wrap_get_full_grad(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> Any:
@@ -45,9 +41,9 @@ def _wrap_set_full_grad(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> A
 def _refuse_to_set(state: Any) -> None:
     if state is not None:
         raise BoundaryError(
-            "setting gradients is not supported in an open window, whose sums they would not "
-            "reach everywhere; scale the losses instead, or compute the gradient and train on the "
-            "sum of its products with the parameters"
+            "setting gradients is not supported where a window's sums are not in param.grad: they "
+            "would not reach all of them; scale the losses instead, or compute the gradient and "
+            "train on the sum of its products with the parameters"
         )
 
 
@@ -68,7 +64,7 @@ def _holder_in(optimizer: Any) -> Any:
     if gradients is None:
         return None
     state = attached(gradients.engine)
-    return None if state.window.is_boundary or _is_empty(state) else state
+    return None if state.window.is_boundary else state
 
 
 def patches() -> tuple[PatchSpec, ...]:
@@ -115,7 +111,7 @@ def patches() -> tuple[PatchSpec, ...]:
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,
             name,
-            "refused in an open window: it would not reach all that is summed",
+            "refused: it would not reach all that is summed",
             _wrap_stage3_setter,
         )
         for name in setters

@@ -317,6 +317,7 @@ def refusals(config: dict[str, Any]) -> dict[str, str]:
     attempt("grad after failure", lambda: safe_get_full_grad(parameter))
     engine.zero_grad()
     said["norm of nothing"] = str(window.grad_norm())
+    said["gradient of nothing"] = str(safe_get_full_grad(parameter).unique().tolist())
     engine.destroy()
     return said
 
@@ -327,6 +328,7 @@ def test_what_can_not_be_read_or_set_is_refused(ranks: RankPool, stage: int, off
         assert said["norm after failure"].startswith("WindowFailedError")
         assert said["grad after failure"].startswith("WindowFailedError")
         assert said["norm of nothing"] == "0.0"
+        assert said["gradient of nothing"] == "[0.0]"
         if stage >= 2 and "set" in said:
             assert said["set"].startswith("BoundaryError")
         if stage == 3 and "set local" in said:
