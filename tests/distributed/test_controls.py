@@ -22,6 +22,10 @@ from harness.training import (
     train_managed,
 )
 
+# They show what stock code does, which no change of ours changes: `nox -s sweep` runs them on every
+# release.
+pytestmark = pytest.mark.thorough
+
 AB = ("a", "b")
 NATIVE = between("0.19.4")
 

@@ -189,7 +189,10 @@ def soak(
         ),
     ],
 )
-@pytest.mark.parametrize(("dtype", "accum_dtype"), [("fp32", None), ("bf16", "fp32")])
+@pytest.mark.parametrize(
+    ("dtype", "accum_dtype"),
+    [pytest.param("fp32", None, marks=pytest.mark.thorough), ("bf16", "fp32")],
+)
 def test_random_windows(
     ranks: RankPool,
     tmp_path: Any,
