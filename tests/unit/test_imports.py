@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "patching",
         "stage1_2",
         "stage3",
+        "unmanaged",
         "window",
     },
     "errors": set(),
@@ -59,10 +60,19 @@ MAY_IMPORT = {
     "patching": {"errors"},
     "stage1_2": {"compat", "gradients", "offload", "patching", "window"},
     "stage3": {"compat", "gradients", "offload", "patching", "window"},
+    "unmanaged": {"compat", "config", "errors", "gradients", "stage1_2", "stage3", "window"},
     "window": {"errors"},
 }
 
-NEEDS_DEEPSPEED = {"engine", "gradients", "inspection", "offload", "stage1_2", "stage3"}
+NEEDS_DEEPSPEED = {
+    "engine",
+    "gradients",
+    "inspection",
+    "offload",
+    "stage1_2",
+    "stage3",
+    "unmanaged",
+}
 
 
 def internal_imports(module: str) -> set[str]:
