@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.model import LEARNING_RATE, Weights, weights_of
 from harness.releases import DEEPSPEED, between
-from harness.training import STAGES, full_weights, make_config, make_engine
+from harness.training import REDUCED_AT_STEP, STAGES, full_weights, make_config, make_engine
 
 import ds_unmanaged_gas
 
@@ -125,10 +125,18 @@ def train(
     return history
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        *(pytest.param(stage, {}, id=str(stage)) for stage in STAGES),
+        *(pytest.param(stage, REDUCED_AT_STEP, id=f"{stage}-at step") for stage in (2, 3)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiled_modules_accumulate_as_plain_ones(ranks: Any, stage: int, kind: str) -> None:
-    for history in ranks.run(train, config=make_config(stage=stage), kind=kind):
+def test_tiled_modules_accumulate_as_plain_ones(
+    ranks: Any, stage: int, options: dict[str, Any], kind: str
+) -> None:
+    for history in ranks.run(train, config=make_config(stage=stage, **options), kind=kind):
         assert history == reference(WINDOWS)
 
 
