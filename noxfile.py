@@ -176,6 +176,28 @@ def soak(session: nox.Session) -> None:
         session.run(python, "-m", "pytest", *arguments, env=env, external=True)
 
 
+# Against managed mode, and the native mode or boundaries set by hand.
+BENCHED = [NEWEST, "0.19.3", "0.18.4"]
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Compare the costs of windows with those of stock modes, for hours: README, bench.json.
+
+    nox -s bench -- --quick does a small part of it on the newest release, and only prints.
+    """
+    python = torch_python(session)
+    quick = ["--quick"] if "--quick" in session.posargs else []
+    results = []
+    for release in BENCHED[:1] if quick else BENCHED:
+        env = environment(package_folder(session, python, "deepspeed", release), release)
+        check_release(session, python, release, env)
+        results.append(str(CACHE / f"bench-{release}.json"))
+        arguments = ["-W", "ignore", "tests/bench/run.py", results[-1], *quick]
+        session.run(python, *arguments, env=env, external=True)
+    session.run(python, "tests/bench/report.py", *results, external=True)
+
+
 @nox.session(venv_backend="none")
 def fingerprints(session: nox.Session) -> None:
     """Record what is wrapped on every release, and the source of it: fingerprints.json, README."""

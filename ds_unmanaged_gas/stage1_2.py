@@ -431,8 +431,7 @@ def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any)
 
 
 def _wrap_reduce_independent(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    is_complete = getattr(args[0], "ds_grad_is_ready", True)
-    if attached(optimizer) is not None and not is_complete:
+    if attached(optimizer) is not None and not getattr(args[0], "ds_grad_is_ready", True):
         return None  # autograd adds the next tile to param.grad
     return wrapped(*args, **kwargs)
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness.counting import Collectives, Copies
 from harness.pool import RankPool
 from harness.releases import DEEPSPEED
 from harness.training import REDUCED_AT_STEP, make_config, make_engine, mode_config
 from packaging.version import Version
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 64
 COUNTS = [1, 2, 4, 8]
-COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.")
 
 
 class Layers(torch.nn.Module):
@@ -28,56 +27,6 @@ class Layers(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([layer(x).sum() for layer in self.layers]).sum()
-
-
-class Copies(TorchDispatchMode):
-    """Counts copies of tensors of more than a few elements, in all threads' order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if str(func).startswith(COPIES) and isinstance(out, torch.Tensor) and out.numel() > 16:
-            self.number += 1
-            self.bytes += out.numel() * out.element_size()
-        return out
-
-
-class Collectives:
-    """Counts what DeepSpeed hands to torch.distributed, but for single numbers such as norms."""
-
-    METHODS = ("all_reduce", "reduce", "reduce_scatter_tensor")
-
-    def __init__(self) -> None:
-        import sys
-
-        self.backend: Any = sys.modules["deepspeed.comm.torch"].TorchBackend  # type: ignore[attr-defined]
-        self.number = 0
-        self.elements = 0
-
-    def __enter__(self) -> Collectives:  # noqa: PYI034
-        self.originals = {name: getattr(self.backend, name) for name in self.METHODS}
-        for name, original in self.originals.items():
-            setattr(self.backend, name, self._counted(original))
-        return self
-
-    def _counted(self, original: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-            elements = max(t.numel() for t in tensors)
-            if elements > 16:
-                self.number += 1
-                self.elements += elements
-            return original(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self.originals.items():
-            setattr(self.backend, name, original)
 
 
 def run_window(engine: Any, num_backwards: int, *, managed: bool) -> None:

@@ -1,0 +1,265 @@
+"""What the ranks do for `nox -s bench`. Every function runs on all ranks of a RankPool."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+import time
+from typing import Any
+
+import deepspeed
+import torch
+from harness.counting import GATHERS, REDUCTIONS, Collectives, Copies, PeakMemory, live_bytes
+from harness.training import make_engine
+
+WARM_UP = 2
+"""Windows before anything is measured: ZeRO-3 records its order of modules in the first two."""
+
+
+class Layers(torch.nn.Module):
+    """``num`` linear layers of ``size`` x ``size``."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        layers = (torch.nn.Linear(size, size, bias=False) for _ in range(num))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def batch(self) -> torch.Tensor:
+        return torch.ones(1, self.size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+class Scalars(torch.nn.Module):
+    """``num`` parameters of ``size`` elements in one module, so that the time that anything takes
+    per parameter shows."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.ones(size) for _ in range(num))
+
+    def batch(self) -> torch.Tensor:
+        return torch.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.weights)).sum() * x.sum()
+
+
+MODELS = {"layers": Layers, "scalars": Scalars}
+
+
+class Loop:
+    """An engine, and one window on it in a certain mode.
+
+    "unmanaged" and "native": N backwards, one step. "managed": a step after each backward, with
+    GAS = N. "boundary": the same with GAS = 1 and the boundary set by hand.
+    """
+
+    def __init__(self, mode: str, config: dict[str, Any], model: tuple[str, int, int]) -> None:
+        self.mode = mode
+        self._switch()
+        name, num, size = model
+        self.module = MODELS[name](num, size)
+        make = lambda p: torch.optim.SGD(p, lr=2.0**-20)  # noqa: E731
+        self.engine = make_engine(config, model=self.module, optimizer=make)
+        dtype = next(self.module.parameters()).dtype
+        self.batch = self.module.batch().to(self.engine.device, dtype)
+
+    def _switch(self) -> None:
+        """Stock code has to be stock code, without a wrapper in between."""
+        import ds_unmanaged_gas
+
+        if self.mode == "unmanaged":
+            ds_unmanaged_gas.enable()
+        else:
+            ds_unmanaged_gas.disable()
+
+    def window(self, n: int) -> None:
+        engine = self.engine
+        for micro in range(n):
+            if self.mode == "boundary":
+                engine.set_gradient_accumulation_boundary(micro == n - 1)
+            # A stock engine divides a loss that is the module's own output once more.
+            engine.backward(engine(self.batch) * 1.0, scale_wrt_gas=False)
+            if self.mode in ("managed", "boundary"):
+                engine.step()
+        if self.mode in ("unmanaged", "native"):
+            engine.step()
+
+    def seconds(self, n: int) -> float:
+        self._switch()
+        synchronize()
+        start = time.perf_counter()
+        self.window(n)
+        synchronize()
+        return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if not accelerator.is_synchronized_device():
+        accelerator.synchronize()
+    deepspeed.comm.barrier()
+
+
+def costs(mode: str, config: dict[str, Any], model: tuple[str, int, int], n: int) -> dict[str, Any]:
+    """The counts of one window after the warm-up, and what is alive after it."""
+    loop = Loop(mode, config, model)
+    for _ in range(WARM_UP):
+        loop.window(n)
+    with PeakMemory() as peak:
+        loop.window(n)
+    with Collectives(REDUCTIONS + GATHERS) as collectives, Copies() as copies:
+        loop.window(n)
+    report = {
+        "collectives": dict(collectives.numbers),
+        "collective bytes": dict(collectives.bytes),
+        "copies": copies.number,
+        "copied bytes": copies.bytes,
+        "live bytes": live_bytes(),
+        "peak bytes": peak.bytes,
+    }
+    loop.engine.destroy()
+    return report
+
+
+def ratios(
+    modes: tuple[str, str],
+    configs: tuple[dict[str, Any], dict[str, Any]],
+    model: tuple[str, int, int],
+    n: int,
+    pairs: int,
+) -> list[float]:
+    """Seconds of a window of the first over those of the second mode: each pair one after the
+    other, in changing order. The time is that of the slowest rank, since every window ends in a
+    barrier."""
+    loops = [Loop(*each, model) for each in zip(modes, configs)]
+    for loop in loops:
+        for _ in range(WARM_UP):
+            loop.seconds(n)
+    found = []
+    for pair in range(pairs):
+        order = [0, 1] if pair % 2 else [1, 0]
+        seconds = {which: loops[which].seconds(n) for which in order}
+        found.append(seconds[0] / seconds[1])
+    for loop in loops:
+        loop.engine.destroy()
+    return found
+
+
+def own_seconds(config: dict[str, Any], model: tuple[str, int, int], n: int) -> dict[str, float]:
+    """Seconds that the plugin's own Python code takes in a window of N backwards, per backward and
+    per step, under a profiler: without what it calls."""
+    loop = Loop("unmanaged", config, model)
+    for _ in range(WARM_UP):
+        loop.window(n)
+    engine, found = loop.engine, {}
+    profiles = {"backward": cProfile.Profile(), "step": cProfile.Profile()}
+    windows = 5
+    for _ in range(windows):
+        for _ in range(n):
+            loss = engine(loop.batch) * 1.0
+            profiles["backward"].enable()
+            engine.backward(loss, scale_wrt_gas=False)
+            profiles["backward"].disable()
+        profiles["step"].enable()
+        engine.step()
+        profiles["step"].disable()
+    for name, profile in profiles.items():
+        stats: Any = pstats.Stats(profile)
+        own = sum(row[2] for (file, *_), row in stats.stats.items() if "ds_unmanaged_gas/" in file)
+        found[name] = own / windows / (n if name == "backward" else 1)
+    engine.destroy()
+    return found
+
+
+def managed_overhead(config: dict[str, Any]) -> dict[str, float]:
+    """Microseconds that the wrappers add to one backward() and one step() of a managed engine.
+
+    Each wrapper is timed around a function that does nothing, and counted in a real micro-batch:
+    its share of a real one would drown in the noise of what is wrapped.
+    """
+    import wrapt
+
+    import ds_unmanaged_gas
+    from ds_unmanaged_gas import engine as wrappers
+
+    ds_unmanaged_gas.enable()
+    engine = make_engine(config, model=Layers(1, 4))
+    specs = wrappers.patches()
+    found = {}
+    for name, action in (
+        ("backward", lambda: engine.backward(engine(torch.ones(1, 4)) * 1.0)),
+        ("step", engine.step),
+    ):
+        with _Counter(specs) as counted:
+            action()
+        total = 0.0
+        for spec in specs:
+            if not counted.calls[spec.target]:
+                continue
+            arguments = counted.arguments[spec.target]
+            owner = engine.optimizer if spec.owner is type(engine.optimizer) else engine
+            bare = _Nothing.nothing.__get__(owner)
+            wrapped = wrapt.FunctionWrapper(_Nothing.nothing, spec.wrapper).__get__(
+                owner, type(owner)
+            )
+            total += counted.calls[spec.target] * (
+                _seconds(wrapped, *arguments) - _seconds(bare, *arguments)
+            )
+        found[name] = 1e6 * total
+    engine.destroy()
+    return found
+
+
+class _Nothing:
+    def nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _seconds(function: Any, args: Any, kwargs: Any) -> float:
+    """Of one call: the least of five runs."""
+    repeat, runs = 20_000, []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(repeat):
+            function(*args, **kwargs)
+        runs.append((time.perf_counter() - start) / repeat)
+    return min(runs)
+
+
+class _Counter:
+    """Counts the calls of every patched method, and keeps the arguments of one."""
+
+    def __init__(self, specs: Any) -> None:
+        self.specs = specs
+        self.calls = {spec.target: 0 for spec in specs}
+        self.arguments: dict[str, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> _Counter:  # noqa: PYI034
+        self.before = [(s, vars(s.owner)[s.name]) for s in self.specs if s.wrapper is not None]
+        for spec, entry in self.before:
+            setattr(spec.owner, spec.name, self._counting(spec.target, entry))
+        return self
+
+    def _counting(self, target: str, entry: Any) -> Any:
+        import wrapt
+
+        def count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            self.calls[target] += 1
+            self.arguments[target] = (args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return wrapt.FunctionWrapper(entry, count)
+
+    def __exit__(self, *_: object) -> None:
+        for spec, entry in self.before:
+            setattr(spec.owner, spec.name, entry)
+
+
+def median_and_quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high

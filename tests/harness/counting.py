@@ -1,0 +1,106 @@
+"""What a window costs, in counts: copies, collectives, bytes that stay and bytes in between."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.")
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor")
+GATHERS = ("all_gather", "all_gather_into_tensor", "broadcast")
+
+# Norms, flags and counters, which are no gradients.
+_FEW = 16
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of more than a few elements, in all threads' order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if str(func).startswith(COPIES) and isinstance(out, torch.Tensor) and out.numel() > _FEW:
+            self.number += 1
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
+class Collectives:
+    """Counts what DeepSpeed hands to torch.distributed, but for a few numbers such as norms."""
+
+    def __init__(self, kinds: tuple[str, ...] = REDUCTIONS) -> None:
+        self._backend: Any = sys.modules["deepspeed.comm.torch"].TorchBackend  # type: ignore[attr-defined]
+        self._kinds = kinds
+        self.numbers: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.elements = 0
+
+    @property
+    def number(self) -> int:
+        return sum(self.numbers.values())
+
+    def __enter__(self) -> Collectives:  # noqa: PYI034
+        self._originals = {name: getattr(self._backend, name) for name in self._kinds}
+        for name, original in self._originals.items():
+            setattr(self._backend, name, self._counted(name, original))
+        return self
+
+    def _counted(self, name: str, original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            largest = max(tensors, key=lambda t: t.numel())
+            if largest.numel() > _FEW:
+                self.numbers[name] += 1
+                self.elements += largest.numel()
+                self.bytes[name] += largest.numel() * largest.element_size()
+            return original(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._originals.items():
+            setattr(self._backend, name, original)
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that this process can reach, each storage once."""
+    gc.collect()
+    storages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are looked at
+        for candidate in gc.get_objects():
+            if isinstance(candidate, torch.Tensor) and candidate.layout == torch.strided:
+                storage = candidate.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class PeakMemory:
+    """The resident bytes of this process above what it had on entry, at most. Linux only."""
+
+    def __enter__(self) -> PeakMemory:  # noqa: PYI034
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self._before = self._status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = self._status("VmHWM") - self._before
+
+    @staticmethod
+    def _status(name: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/self/status has no {name}")
