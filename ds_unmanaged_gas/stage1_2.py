@@ -80,7 +80,31 @@ def _make_buckets(optimizer: Any) -> None:
         optimizer.backward(torch.zeros((), device=optimizer.device, requires_grad=True))
 
 
-class Stage1Gradients(Gradients):
+class PartitionedGradients(Gradients):
+    """What ZeRO-1 and 2 have in common: where step() finds the window, and its norm."""
+
+    def final(self) -> Iterable[torch.Tensor]:
+        """The flat partitions that step() reads, without offload in pieces."""
+        optimizer = self.optimizer
+        if optimizer.cpu_offload:
+            return [partition.grad for partition in optimizer.single_partition_of_fp32_groups]
+        return [tensor for pieces in optimizer.averaged_gradients.values() for tensor in pieces]
+
+    def norm(self) -> float:
+        return float(self.optimizer.scaled_global_norm())
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    def tell_overflow(self) -> Iterable[torch.Tensor]:
+        """With offload the norms, which are already on the device, and not all gradients."""
+        if not self.optimizer.cpu_offload:
+            return self.final()
+        norms: Iterable[torch.Tensor] = self.optimizer.norm_for_param_grads.values()
+        return norms
+
+
+class Stage1Gradients(PartitionedGradients):
     """Full local gradients: ``param.grad``, or ``param.grad_accum`` in another dtype."""
 
     def __init__(self, engine: Any) -> None:
@@ -112,15 +136,6 @@ class Stage1Gradients(Gradients):
             _release_averaged_gradients(optimizer)
             if optimizer.cpu_offload:
                 optimizer.reset_cpu_buffers()  # norms and the overflow flag
-
-    def norm(self) -> float:
-        return float(self.optimizer.scaled_global_norm())
-
-    def loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale)
-
-    def tell_overflow(self) -> Iterable[torch.Tensor]:
-        return _tell_overflow(self.optimizer, self.final())
 
     def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         grad: torch.Tensor | None = self.optimizer.get_gradient_for_reduction(param)
@@ -171,11 +186,6 @@ class Stage1Gradients(Gradients):
         else:
             param.grad = torch.zeros_like(param)
 
-    def final(self) -> Iterable[torch.Tensor]:
-        if self.optimizer.cpu_offload:
-            return _host_gradients(self.optimizer)
-        return _partitions(self.optimizer)
-
     def divide(self, divisor: float) -> None:
         super().divide(divisor)
         if self.optimizer.cpu_offload:
@@ -220,7 +230,7 @@ class Stage2AtStepGradients(Stage1Gradients):
         self.forget_unused()
 
 
-class Stage2Gradients(Gradients):
+class Stage2Gradients(PartitionedGradients):
     """This rank's partition of the averaged gradients, which stock code sums."""
 
     reduces_in_backward = True
@@ -248,15 +258,6 @@ class Stage2Gradients(Gradients):
             for place, before in zip(places, held):
                 place.clear()  # the same dict: others have it too
                 place.update(before)
-
-    def norm(self) -> float:
-        return float(self.optimizer.scaled_global_norm())
-
-    def loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale)
-
-    def tell_overflow(self) -> Iterable[torch.Tensor]:
-        return _tell_overflow(self.optimizer, self.final())
 
     def hand_over(self) -> None:
         """Assemble the flat partitions that step() reads. No collective."""
@@ -300,9 +301,6 @@ class Stage2Gradients(Gradients):
             **further,
         )
         return flat
-
-    def final(self) -> Iterable[torch.Tensor]:
-        return _partitions(self.optimizer)
 
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
@@ -365,9 +363,6 @@ class Stage2OffloadGradients(Stage2Gradients):
         if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
             self.optimizer.local_overflow = True
 
-    def final(self) -> Iterable[torch.Tensor]:
-        return _host_gradients(self.optimizer)
-
     def divide(self, divisor: float) -> None:
         super().divide(divisor)
         divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
@@ -381,24 +376,6 @@ class Stage2OffloadGradients(Stage2Gradients):
         if hasattr(self.optimizer, "_offload_accumulated_param_ids"):  # from 0.19.0
             self.optimizer._offload_accumulated_param_ids = set()
         super().discard()
-
-
-def _partitions(optimizer: Any) -> Iterable[torch.Tensor]:
-    """The flat partitions that step() reads without offload, in pieces."""
-    return [tensor for pieces in optimizer.averaged_gradients.values() for tensor in pieces]
-
-
-def _tell_overflow(optimizer: Any, gradients: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """With offload the norms, which are already on the device, and not all gradients."""
-    if not optimizer.cpu_offload:
-        return gradients
-    norms: Iterable[torch.Tensor] = optimizer.norm_for_param_grads.values()
-    return norms
-
-
-def _host_gradients(optimizer: Any) -> Iterable[torch.Tensor]:
-    """The flat partitions that step() reads with offload."""
-    return [partition.grad for partition in optimizer.single_partition_of_fp32_groups]
 
 
 def _release_averaged_gradients(optimizer: Any) -> None:

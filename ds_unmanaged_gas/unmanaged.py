@@ -55,8 +55,7 @@ class UnmanagedEngine:
         # Samples in the windows that the throughput timer has timed.
         self.timed_samples = 0
         # Keeps what preview() handed over until end_preview() takes it back.
-        self._preview = ExitStack()
-        self._preview_is_open = False
+        self._preview: ExitStack | None = None
         # By id, from the first question on. See has().
         self._params: dict[int, Any] = {}
 
@@ -302,20 +301,11 @@ class UnmanagedEngine:
             )
         if window.state is WindowState.EMPTY:
             _prime_grad_scalers(engine)
-        # See [Note: I1, the boundary is step()]
-        try:
-            self._settle_torch_style(engine)
-            with window.boundary(), self.stock(), self._clipping(engine):
-                self.gradients.finalize(divisor)
-                self._time_step(engine)
-                result = stock_step(*args, **kwargs)
-        except BaseException as error:
-            window.fail("an exception in step(), which may have updated some parameters,", error)
-            raise
-        finally:
-            if engine.optimizer is not None:
-                # Stays True in stock code until the next backward through engine.forward().
-                mirror_boundary(engine.optimizer, False)
+        failure = "an exception in step(), which may have updated some parameters,"
+        with self._at_boundary(engine, failure), self._clipping(engine):
+            self.gradients.finalize(divisor)
+            self._time_step(engine)
+            result = stock_step(*args, **kwargs)
         self.gradients.close()
         self._reset_hook_state(engine)
         window.close()
@@ -341,7 +331,7 @@ class UnmanagedEngine:
         self._require_readable(engine, "grad_norm()")
         divisor = self._divisor(engine)
         gradients = self.gradients
-        with self._looking(engine), gradients.lend():
+        with self._at_boundary(engine, _FAILED_READING), gradients.lend():
             gradients.hand_over()
             # First of all: the optimizers replace a norm that is not finite by one that is.
             is_bad = not all(bool(t.isfinite().all()) for t in gradients.tell_overflow())
@@ -351,18 +341,20 @@ class UnmanagedEngine:
             return gradients.norm() / gradients.loss_scale() / divisor
 
     @contextmanager
-    def _looking(self, engine: Any) -> Iterator[None]:
-        """Put stock code at the boundary, where an exception fails the window as in step()."""
+    def _at_boundary(self, engine: Any, failure: str) -> Iterator[None]:
+        """Put stock code at the boundary, where an exception fails the window."""
+        # See [Note: I1, the boundary is step()]
         try:
             self._settle_torch_style(engine)
             with self.window.boundary(), self.stock():
                 yield
         except BaseException as error:
             # See [Note: I5, no silent partial window]
-            self.window.fail("an exception while its gradients were read", error)
+            self.window.fail(failure, error)
             raise
         finally:
             if engine.optimizer is not None:
+                # Stays True in stock code until the next backward through engine.forward().
                 mirror_boundary(engine.optimizer, False)
 
     def has(self, engine: Any, param: Any) -> bool:
@@ -374,11 +366,11 @@ class UnmanagedEngine:
     def full_grad(self, stock_getter: Callable[..., Any], param: Any) -> torch.Tensor | None:
         """safe_get_full_grad(): of an empty window zeros. Collective."""
         engine = self.gradients.engine
-        self._require_readable(engine, "safe_get_full_grad()")
         if self.gradients.reduces_in_backward:
-            self.preview()
+            self.preview()  # one for all parameters
             full: torch.Tensor | None = stock_getter(param)
             return full
+        self._require_readable(engine, "safe_get_full_grad()")
         if is_moe_param(param):
             raise UnsupportedConfigError(
                 "safe_get_full_grad() is not supported for the experts (MoE) of an open window at "
@@ -400,18 +392,19 @@ class UnmanagedEngine:
         backward() reduces. No collective, but for a loss.backward() that is to be settled."""
         self.require_enabled()
         self.window.require_usable()
-        if self._preview_is_open:
+        if self._preview is not None:
             return
         engine = self.gradients.engine
-        with self._looking(engine):
+        with self._at_boundary(engine, _FAILED_READING):
+            self._preview = ExitStack()
             self._preview.enter_context(self.gradients.lend())
-            self._preview_is_open = True
             self.gradients.hand_over()
 
     def end_preview(self) -> None:
         """Take back what preview() handed over."""
-        self._preview.close()
-        self._preview_is_open = False
+        if self._preview is not None:
+            self._preview.close()
+            self._preview = None
 
     def _divisor(self, engine: Any) -> float:
         """What this window's gradients, averaged over ranks, are still to be divided by.
@@ -544,6 +537,8 @@ class UnmanagedEngine:
             engine._global_grad_norm = engine._global_grad_norm / norm_divisor
         return result
 
+
+_FAILED_READING = "an exception while its gradients were read"
 
 # What is announced with check_ranks.
 _CALLS = ("forward()", "backward()", "step()", "grad_norm()")

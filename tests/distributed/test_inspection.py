@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.model import (
     LEARNING_RATE,
+    MIXED_WINDOWS,
     Heads,
     Weights,
     Window,
@@ -21,6 +22,7 @@ from harness.pool import RankPool
 from harness.releases import DEEPSPEED, between, skip_without_torch_style, uses_fp16_optimizer
 from harness.training import (
     MODES,
+    PARTITIONED_MODES,
     REDUCED_AT_STEP,
     broken_backward,
     forward,
@@ -38,15 +40,7 @@ PRECISIONS = [
     pytest.param("fp16", "fp16", marks=pytest.mark.thorough),
 ]
 
-# Both heads, the same again, each alone, none at all: what is left of an earlier window shows.
-WINDOWS: list[Window] = [
-    [{"a": 1, "b": 1}, {"a": 2, "b": 2}, {"b": 3}],
-    [{"a": 4}],
-    [{"b": 5}, {"a": 6, "b": 6}],
-    [],
-    [{"b": 7}, {"b": 8}],
-    [{"a": 9, "b": 9}],
-]
+WINDOWS: list[Window] = [*MIXED_WINDOWS]
 
 
 def gradients_so_far(windows_by_rank: list[Window]) -> dict[str, torch.Tensor]:
@@ -151,7 +145,7 @@ def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WI
             assert reported == pytest.approx(before, rel=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [m for m in MODES if m.values[0] in (2, 3)])
+@pytest.mark.parametrize(("stage", "offload"), PARTITIONED_MODES)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
 def test_window_that_is_reduced_at_step_is_read(
     ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None

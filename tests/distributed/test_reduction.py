@@ -7,11 +7,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from harness.model import Heads, Weights, Window, reference, same_on_all_ranks
+from harness.model import MIXED_WINDOWS, Heads, Weights, Window, reference, same_on_all_ranks
 from harness.pool import RankPool
 from harness.releases import DEEPSPEED, between, skip_without_torch_style
 from harness.training import (
-    MODES,
+    PARTITIONED_MODES,
     REDUCED_AT_STEP,
     forward,
     full_weights,
@@ -30,18 +30,9 @@ PRECISIONS = [
     pytest.param("fp16", "fp32", marks=pytest.mark.thorough),
 ]
 
-WINDOWS: list[Window] = [
-    [{"a": 1, "b": 1}, {"a": 2, "b": 2}, {"b": 3}],
-    [{"a": 4}],
-    [{"b": 5}, {"a": 6, "b": 6}],
-    [],
-    [{"b": 7}, {"b": 8}],
-    [{}, {"a": 9, "b": 9}],
-]
+WINDOWS: list[Window] = [*MIXED_WINDOWS, [{}, {"a": 10, "b": 10}]]
 
-AT_STAGES_2_AND_3 = pytest.mark.parametrize(
-    ("stage", "offload"), [mode for mode in MODES if mode.values[0] in (2, 3)]
-)
+AT_STAGES_2_AND_3 = pytest.mark.parametrize(("stage", "offload"), PARTITIONED_MODES)
 
 
 @AT_STAGES_2_AND_3

@@ -22,6 +22,7 @@ from harness.pool import RankPool
 from harness.releases import HAS_TORCH_STYLE, uses_fp16_optimizer
 from harness.training import (
     MODES,
+    PARTITIONED_MODES,
     REDUCED_AT_STEP,
     broken_backward,
     broken_update,
@@ -184,8 +185,7 @@ def soak(
         *(pytest.param(*mode.values, {}, id=mode.id) for mode in MODES),
         *(
             pytest.param(*mode.values, REDUCED_AT_STEP, id=f"{mode.id}-at step")
-            for mode in MODES
-            if mode.values[0] in (2, 3)
+            for mode in PARTITIONED_MODES
         ),
     ],
 )

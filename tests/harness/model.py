@@ -21,6 +21,16 @@ MicroBatch = Mapping[str, int]
 Window = Sequence[MicroBatch]
 """The micro-batches of one step()."""
 
+MIXED_WINDOWS: Sequence[Window] = [
+    [{"a": 1, "b": 1}, {"a": 2, "b": 2}, {"b": 3}],
+    [{"a": 4}],
+    [{"b": 5}, {"a": 6, "b": 6}],
+    [],
+    [{"b": 7}, {"b": 8}],
+    [{"a": 9, "b": 9}],
+]
+"""Both heads, each alone, none at all: what is left of an earlier window shows."""
+
 Weights = dict[str, list[Any]]
 """Parameter name -> values as nested lists, which compare exactly and travel between processes."""
 

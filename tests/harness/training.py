@@ -30,6 +30,9 @@ MODES = [
 # another set of heads do. See the control.
 _NO_PREFETCH = {"stage3_prefetch_bucket_size": 0} if Version("0.15.3") > DEEPSPEED else {}
 
+PARTITIONED_MODES = [mode for mode in MODES if mode.values[0] in (2, 3)]
+"""Those of MODES that reduce in every backward, unless told otherwise."""
+
 REDUCED_AT_STEP: dict[str, Any] = {"unmanaged_gradient_accumulation": {"reduction": "step"}}
 """For a ds_config of stage 2 or 3."""
 
