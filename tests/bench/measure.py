@@ -11,26 +11,11 @@ from typing import Any
 import deepspeed
 import torch
 from harness.counting import GATHERS, REDUCTIONS, Collectives, Copies, PeakMemory, live_bytes
+from harness.model import Layers
 from harness.training import make_engine
 
 WARM_UP = 2
 """Windows before anything is measured: ZeRO-3 records its order of modules in the first two."""
-
-
-class Layers(torch.nn.Module):
-    """``num`` linear layers of ``size`` x ``size``."""
-
-    def __init__(self, num: int, size: int) -> None:
-        super().__init__()
-        self.size = size
-        layers = (torch.nn.Linear(size, size, bias=False) for _ in range(num))
-        self.layers = torch.nn.ModuleList(layers)
-
-    def batch(self) -> torch.Tensor:
-        return torch.ones(1, self.size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
 
 
 class Scalars(torch.nn.Module):

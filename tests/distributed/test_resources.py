@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.counting import Collectives, Copies
+from harness.model import Layers
 from harness.pool import RankPool
 from harness.releases import DEEPSPEED
 from harness.training import REDUCED_AT_STEP, make_config, make_engine, mode_config
@@ -18,15 +19,6 @@ from packaging.version import Version
 
 SIZE = 64
 COUNTS = [1, 2, 4, 8]
-
-
-class Layers(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
 
 
 def run_window(engine: Any, num_backwards: int, *, managed: bool) -> None:
@@ -42,7 +34,7 @@ def run_window(engine: Any, num_backwards: int, *, managed: bool) -> None:
 def measure(config: dict[str, Any], num_backwards: int) -> dict[str, int]:
     """One window after four warm-up windows."""
     managed = config.get("managed_gradient_accumulation", True)
-    engine = make_engine(config, model=Layers())
+    engine = make_engine(config, model=Layers(4, SIZE))
     for _ in range(4):
         run_window(engine, num_backwards, managed=managed)
     with Collectives() as collectives, Copies() as copies:
@@ -151,7 +143,7 @@ def test_a_lone_backward_with_offload_costs_one_copy_per_partition(
 
 def copies_of_lone_backwards(config: dict[str, Any]) -> dict[str, int]:
     """Copies into the optimizer's gradient buffers, and by finalize(), in a window of one."""
-    engine = make_engine(config, model=Layers())
+    engine = make_engine(config, model=Layers(4, SIZE))
     gradients = engine.optimizer._ds_unmanaged_gas
     report = {"in backward": 0, "in finalize": 0}
     sums = gradients._sums

@@ -5,7 +5,26 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny_llama(*, vocabulary: int, length: int) -> LlamaForCausalLM:
+    """One layer of width 8, with the same random weights whenever it is called."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=length,
+            attn_implementation="eager",
+            initializer_range=0.1,
+        )
+    )
 
 
 def reset_accelerate() -> None:

@@ -104,3 +104,19 @@ def weights_of(model: torch.nn.Module) -> Weights:
 
 def same_on_all_ranks(windows: Sequence[Window], world_size: int = 2) -> list[Sequence[Window]]:
     return [windows] * world_size
+
+
+class Layers(torch.nn.Module):
+    """``num`` linear layers of ``size`` x ``size``, of which each gets the same input."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        layers = (torch.nn.Linear(size, size, bias=False) for _ in range(num))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def batch(self) -> torch.Tensor:
+        return torch.ones(1, self.size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()

@@ -8,9 +8,9 @@ import deepspeed
 import peft
 import pytest
 import torch
+from harness.huggingface import tiny_llama
 from harness.model import Weights, weights_of
 from harness.training import full_weights, make_config, make_engine
-from transformers import LlamaConfig, LlamaForCausalLM
 
 WINDOWS = [[1, 2, 3], [4], [5, 6]]
 """Seeds of the micro-batches."""
@@ -20,19 +20,7 @@ LENGTH, VOCABULARY = 5, 16
 
 
 def make_model() -> Any:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-            initializer_range=0.1,
-        )
-    )
+    model = tiny_llama(vocabulary=VOCABULARY, length=LENGTH)
     # Not zeros for either factor, as peft has it: else some gradients would be zero at first.
     return peft.get_peft_model(
         model,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.huggingface import reset_accelerate
+from harness.huggingface import reset_accelerate, tiny_llama
 from harness.model import Weights, weights_of
 from harness.pool import RanksFailed
 from harness.releases import between
 from harness.training import full_weights, make_config
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import ds_unmanaged_gas
 
@@ -37,19 +37,7 @@ CLOSE = {"rel": 1e-4, "abs": 1e-6}
 
 
 def make_model() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-            initializer_range=0.1,
-        )
-    )
+    return tiny_llama(vocabulary=VOCABULARY, length=LENGTH)
 
 
 def make_data() -> list[dict[str, torch.Tensor]]:
