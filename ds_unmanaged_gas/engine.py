@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from . import config, gradients, inspection, stage1_2, stage3
 from .compat import FLAG_METHOD, can_choose_reduction_dtype, era_of, undecorated
 from .errors import BoundaryError, WindowOpenError
-from .patching import PatchSpec
+from .patching import PatchSpec, wrap_object
 from .unmanaged import UnmanagedEngine
 from .window import WindowState, attach, attached, live_engines
 
@@ -41,10 +41,13 @@ def _wrap_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         and can_choose_reduction_dtype(deepspeed.__version__, stage)
     ):
         config.reduce_in_fp32(ds_config)
+    specs = patches()
     attach(engine, state)
+    wrap_object(engine, specs)
     with state.stock():
         result = wrapped(*args, **kwargs)
     state.attach(engine)
+    wrap_object(engine.optimizer, specs)
     if config.sums_in_16_bits(ds_config) and engine.global_rank == 0:
         logger.warning(config.SUMS_IN_16_BITS)
     return result
@@ -92,14 +95,14 @@ def _wrap_destroy(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap_is_boundary(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    state: UnmanagedEngine | None = attached(engine)
-    return wrapped(*args, **kwargs) if state is None else state.window.is_boundary
+    state: UnmanagedEngine = attached(engine)
+    return state.window.is_boundary
 
 
 def _wrap_is_managed(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    state: UnmanagedEngine | None = attached(engine)
     # See [Note: stock code runs managed]
-    return wrapped(*args, **kwargs) if state is None else state.is_in_stock
+    state: UnmanagedEngine = attached(engine)
+    return state.is_in_stock
 
 
 def managed_gradient_accumulation(engine: Any) -> bool:
@@ -206,8 +209,12 @@ def patches() -> tuple[PatchSpec, ...]:
             _wrap_backward,
         ),
         on_engine("step", "finalizes the window and applies exactly one update", _wrap_step),
-        on_engine(
-            "is_gradient_accumulation_boundary", "True exactly while step() runs", _wrap_is_boundary
+        PatchSpec(
+            DeepSpeedEngine,
+            "is_gradient_accumulation_boundary",
+            "True exactly while step() runs",
+            _wrap_is_boundary,
+            on_objects=True,
         ),
         on_engine(
             "set_gradient_accumulation_boundary",
@@ -295,8 +302,9 @@ def patches() -> tuple[PatchSpec, ...]:
     )
     specs += [on_engine(*each) for each in refused if hasattr(DeepSpeedEngine, each[0])]
     if hasattr(DeepSpeedEngine, FLAG_METHOD):  # from 0.19.4, the native mode
+        why = "keeps the native mode out of the way"
         specs.append(
-            on_engine(FLAG_METHOD, "keeps the native mode out of the way", _wrap_is_managed)
+            PatchSpec(DeepSpeedEngine, FLAG_METHOD, why, _wrap_is_managed, on_objects=True)
         )
     else:
         specs.append(

@@ -333,15 +333,11 @@ def gradients_for(engine: Any) -> Gradients | None:
 
 
 def _wrap_bf16_backward(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients: BF16Gradients | None = attached(optimizer)
-    if gradients is not None:
-        kwargs = {"retain_graph": gradients.retain_graph} | kwargs
-    return wrapped(*args, **kwargs)
+    gradients: BF16Gradients = attached(optimizer)
+    return wrapped(*args, **{"retain_graph": gradients.retain_graph} | kwargs)
 
 
 def _wrap_update_hp_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if attached(optimizer) is None:
-        return wrapped(*args, **kwargs)
     return wrapped(clear_lp_grads=True)
 
 
@@ -352,7 +348,7 @@ _TINY_NORM = 2.0**-60
 
 def _wrap_get_grads_for_norm(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    if attached(optimizer) is None or not isinstance(result, tuple):
+    if not isinstance(result, tuple):
         return result  # a list means: the gradients to clip
     non_expert, expert = result
     device = optimizer.fp32_groups_flat_partition[0].device
@@ -361,7 +357,7 @@ def _wrap_get_grads_for_norm(wrapped: Any, optimizer: Any, args: Any, kwargs: An
 
 def _wrap_bf16_step(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    if attached(optimizer) is not None and optimizer._global_grad_norm <= 2 * _TINY_NORM:
+    if optimizer._global_grad_norm <= 2 * _TINY_NORM:
         optimizer._global_grad_norm = torch.zeros_like(optimizer._global_grad_norm)
     return result
 
@@ -376,18 +372,21 @@ def patches() -> tuple[PatchSpec, ...]:
             "new engine.forward() output is differentiated; a second loss on one forward would "
             "count the first again",
             _wrap_update_hp_grads,
+            on_objects=True,
         ),
         PatchSpec(
             BF16_Optimizer,
             "get_grads_for_norm",
             "a window without gradients has an empty norm, on which stock step() fails",
             _wrap_get_grads_for_norm,
+            on_objects=True,
         ),
         PatchSpec(
             BF16_Optimizer,
             "step",
             "reports the norm of an all-zero window as zero",
             _wrap_bf16_step,
+            on_objects=True,
         ),
     )
     if _ENGINE_FORGETS_RETAIN_GRAPH:
@@ -398,6 +397,7 @@ def patches() -> tuple[PatchSpec, ...]:
                 "backward",
                 "stock passes no retain_graph on at stage 0, up to 0.16.4",
                 _wrap_bf16_backward,
+                on_objects=True,
             ),
         )
     return specs

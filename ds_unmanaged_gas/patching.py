@@ -37,7 +37,9 @@ class PatchSpec:
     """One change to make: wrap ``owner.name``, or add it where the owner lacks it.
 
     ``why`` is shown by ``status()``: one sentence on what stock code does and what changes.
-    Exactly one of ``wrapper`` and ``method`` is given.
+    Exactly one of ``wrapper`` and ``method`` is given. With ``on_objects`` the owner itself stays
+    as it is, and wrap_object() wraps the method on single instances: for what stock code calls so
+    often that the other instances would feel a wrapper.
     """
 
     owner: type | ModuleType
@@ -45,6 +47,7 @@ class PatchSpec:
     why: str
     wrapper: Wrapper | None = None
     method: Callable[..., Any] | None = None
+    on_objects: bool = False
 
     @property
     def target(self) -> str:
@@ -61,6 +64,8 @@ class AppliedPatch:
 
     def check(self) -> None:
         """Raise PatchConflictError if someone replaced our entry since it was put on."""
+        if self.spec.on_objects:
+            return  # whatever it is now, it is not ours
         # See [Note: why undo goes through vars(owner)]
         if vars(self.spec.owner).get(self.spec.name, _ABSENT) is not self.after:
             # Restoring now would silently drop the other library's wrapper.
@@ -70,6 +75,8 @@ class AppliedPatch:
             )
 
     def undo(self) -> None:
+        if self.spec.on_objects:
+            return
         if self.before is _ABSENT:
             delattr(self.spec.owner, self.spec.name)
         else:
@@ -89,6 +96,8 @@ def _apply_one(spec: PatchSpec) -> AppliedPatch:
                 f"depends on it ({spec.why}). Nothing was patched. Install a release that "
                 "`python -m ds_unmanaged_gas` lists as supported"
             )
+        if spec.on_objects:
+            return AppliedPatch(spec, before, before)
         assert spec.wrapper is not None
         after = wrapt.FunctionWrapper(before, spec.wrapper)
     setattr(spec.owner, spec.name, after)
@@ -106,6 +115,15 @@ def apply_all(specs: Iterable[PatchSpec]) -> tuple[AppliedPatch, ...]:
             applied.undo()
         raise
     return tuple(ledger)
+
+
+def wrap_object(instance: object, specs: Iterable[PatchSpec]) -> None:
+    """Wrap the methods of one object for which specs say ``on_objects``."""
+    for spec in specs:
+        if spec.on_objects and isinstance(instance, spec.owner):  # type: ignore[arg-type]
+            assert spec.wrapper is not None
+            method = getattr(instance, spec.name)
+            vars(instance)[spec.name] = wrapt.FunctionWrapper(method, spec.wrapper)
 
 
 def undo_all(ledger: Iterable[AppliedPatch]) -> None:

@@ -408,7 +408,7 @@ def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any)
 
 
 def _wrap_reduce_independent(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if attached(optimizer) is not None and not getattr(args[0], "ds_grad_is_ready", True):
+    if not getattr(args[0], "ds_grad_is_ready", True):
         return None  # autograd adds the next tile to param.grad
     return wrapped(*args, **kwargs)
 
@@ -421,7 +421,7 @@ def _wrap_copy_grads_in_partition(wrapped: Any, optimizer: Any, args: Any, kwarg
 
 
 def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if attached(optimizer) is not None and optimizer.use_grad_accum_attribute:
+    if optimizer.use_grad_accum_attribute:
         (param,) = args
         return param.grad_accum
     return wrapped(*args, **kwargs)
@@ -429,7 +429,7 @@ def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kw
 
 def _wrap_gradient_list(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     tensors = wrapped(*args, **kwargs)
-    if attached(optimizer) is None or not isinstance(tensors, list):
+    if not isinstance(tensors, list):
         return tensors
     return [t.to(optimizer.gradient_accumulation_dtype) for t in tensors]
 
@@ -455,6 +455,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 reduces once, at step(): parameters without a gradient contribute zeros, and "
             "overlap_comm, whose hooks found no boundary, is flushed",
             _wrap_reduce_gradients,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -462,6 +463,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "sequence-tiled modules: stage 2 of 0.17.0-0.18.5 puts the gradient of every tile into "
             "the bucket, and reduces the wrong part of it",
             _wrap_reduce_independent,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -469,6 +471,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 2 with offload: stock decides by global counters whether to keep, add or hand "
             "over, loses micro-batches up to 0.18.9, and never clears what an earlier window left",
             _wrap_copy_grads_in_partition,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -476,6 +479,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 with another accumulation dtype, up to 0.19.7: stock averages a converted "
             "copy over ranks and updates each partition from its own rank's gradients",
             _wrap_get_gradient_for_reduction,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -483,6 +487,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 2 up to 0.19.7 sums in the model's dtype even if data_types.grad_accum_dtype "
             "says otherwise",
             _wrap_gradient_list,
+            on_objects=True,
         ),
     )
     if _KEEPS_TENSORS and not HAS_TORCH_STYLE:  # 0.17.6-0.18.2
@@ -493,6 +498,7 @@ def patches() -> tuple[PatchSpec, ...]:
                 "independent_gradient_partition_epilogue",
                 "stage 2 of 0.17.6-0.18.2 keeps the gradients of the last backward only",
                 _wrap_epilogue,
+                on_objects=True,
             ),
         )
     return specs

@@ -394,23 +394,20 @@ def gradients_for(engine: Any, *, at_step: bool) -> Gradients | None:
 
 
 def _wrap_reduce_ready(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients: Stage3Gradients | None = attached(optimizer)
-    if gradients is None or not gradients.keeps:
+    gradients: Stage3Gradients = attached(optimizer)
+    if not gradients.keeps:
         return wrapped(*args, **kwargs)
     return gradients.keep(*args, **kwargs)
 
 
 def _wrap_partition_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients: Stage3Gradients | None = attached(optimizer)
-    if gradients is None:
-        return wrapped(*args, **kwargs)
+    gradients: Stage3Gradients = attached(optimizer)
     return gradients.partition(wrapped, *args, **kwargs)
 
 
 def _wrap_zero_grad(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients: Stage3Gradients | None = attached(optimizer)
-    if gradients is not None:
-        gradients.close()
+    gradients: Stage3Gradients = attached(optimizer)
+    gradients.close()
     return wrapped(*args, **kwargs)
 
 
@@ -424,17 +421,20 @@ def patches() -> tuple[PatchSpec, ...]:
             "or absent in a window keeps the gradient of an earlier one, and two backwards without "
             "a forward between them lose the first",
             _wrap_partition_grads,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,
             "reduce_ready_partitions_and_remove_grads",
             'keeps gradients for step(), if "reduction" is "step"',
             _wrap_reduce_ready,
+            on_objects=True,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,
             "zero_grad",
             "stock drops the window by resetting that counter, which no longer decides",
             _wrap_zero_grad,
+            on_objects=True,
         ),
     )

@@ -10,7 +10,15 @@ from typing import Any
 
 import deepspeed
 import torch
-from harness.counting import GATHERS, REDUCTIONS, Collectives, Copies, PeakMemory, live_bytes
+from harness.counting import (
+    GATHERS,
+    REDUCTIONS,
+    Collectives,
+    Copies,
+    PeakMemory,
+    WrapperCalls,
+    live_bytes,
+)
 from harness.model import Layers
 from harness.training import make_engine
 
@@ -178,20 +186,18 @@ def managed_overhead(config: dict[str, Any]) -> dict[str, float]:
     found = {}
     for name, action in (
         ("backward", lambda: engine.backward(engine(torch.ones(1, 4)) * 1.0)),
-        ("step", engine.step),
+        ("step", lambda: engine.step()),
     ):
-        with _Counter(specs) as counted:
+        with WrapperCalls(specs) as counted:
             action()
         total = 0.0
         for spec in specs:
-            if not counted.calls[spec.target]:
+            if not counted.calls.get(spec.target):
                 continue
             arguments = counted.arguments[spec.target]
-            owner = engine.optimizer if spec.owner is type(engine.optimizer) else engine
-            bare = _Nothing.nothing.__get__(owner)
-            wrapped = wrapt.FunctionWrapper(_Nothing.nothing, spec.wrapper).__get__(
-                owner, type(owner)
-            )
+            bare = _Nothing.nothing.__get__(engine)
+            wrapper = wrapt.FunctionWrapper(_Nothing.nothing, spec.wrapper)
+            wrapped = wrapper.__get__(engine, type(engine))
             total += counted.calls[spec.target] * (
                 _seconds(wrapped, *arguments) - _seconds(bare, *arguments)
             )
@@ -214,35 +220,6 @@ def _seconds(function: Any, args: Any, kwargs: Any) -> float:
             function(*args, **kwargs)
         runs.append((time.perf_counter() - start) / repeat)
     return min(runs)
-
-
-class _Counter:
-    """Counts the calls of every patched method, and keeps the arguments of one."""
-
-    def __init__(self, specs: Any) -> None:
-        self.specs = specs
-        self.calls = {spec.target: 0 for spec in specs}
-        self.arguments: dict[str, tuple[Any, Any]] = {}
-
-    def __enter__(self) -> _Counter:  # noqa: PYI034
-        self.before = [(s, vars(s.owner)[s.name]) for s in self.specs if s.wrapper is not None]
-        for spec, entry in self.before:
-            setattr(spec.owner, spec.name, self._counting(spec.target, entry))
-        return self
-
-    def _counting(self, target: str, entry: Any) -> Any:
-        import wrapt
-
-        def count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            self.calls[target] += 1
-            self.arguments[target] = (args, kwargs)
-            return wrapped(*args, **kwargs)
-
-        return wrapt.FunctionWrapper(entry, count)
-
-    def __exit__(self, *_: object) -> None:
-        for spec, entry in self.before:
-            setattr(spec.owner, spec.name, entry)
 
 
 def median_and_quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -61,7 +61,9 @@ def test_enable_patches_every_seam_and_says_why() -> None:
     assert all(patch.why for patch in status.patches)
     for spec in specs:
         entry = vars(spec.owner)[spec.name]
-        assert isinstance(entry, wrapt.FunctionWrapper) or entry is spec.method
+        is_wrapped = isinstance(entry, wrapt.FunctionWrapper)
+        assert is_wrapped is (spec.wrapper is not None and not spec.on_objects)
+        assert is_wrapped or spec.on_objects or entry is spec.method
 
 
 def test_disable_puts_back_the_very_same_objects() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.model import Weights, reference, same_on_all_ranks
+from harness.counting import WrapperCalls
+from harness.model import Layers, Weights, reference, same_on_all_ranks
 from harness.pool import RankPool
-from harness.training import STAGES, full_weights, make_config, make_engine, run_window
+from harness.training import STAGES, full_weights, make_config, make_engine, mode_config, run_window
 
 GAS = 3
 
@@ -93,3 +94,31 @@ def flag_true_run(config: dict[str, Any]) -> bool:
 def test_flag_true_is_managed(ranks: RankPool) -> None:
     config = make_config(stage=1, unmanaged=False, managed_gradient_accumulation=True)
     assert ranks.run(flag_true_run, config=config) == [False, False]
+
+
+def wrapper_calls(config: dict[str, Any], num_layers: int) -> dict[str, int]:
+    """The wrappers that one forward and backward, and one step, of a managed engine call."""
+    from ds_unmanaged_gas import engine as wrappers
+
+    engine = make_engine(config, model=Layers(num_layers, 4))
+    x = torch.ones(1, 4, device=engine.device)
+    report = {}
+    with WrapperCalls(wrappers.patches()) as calls:
+        engine.backward(engine(x) * 1.0)
+        report["backward"] = sum(calls.calls.values())
+        engine.step()
+    report["step"] = sum(calls.calls.values()) - report["backward"]
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(("stage", "offload"), [*((s, False) for s in STAGES), (2, True)])
+def test_managed_engine_calls_few_wrappers(ranks: RankPool, stage: int, offload: bool) -> None:
+    """None per parameter, and none of what stock code asks many times in a backward."""
+    config = mode_config(stage, offload, gas=1, unmanaged=False)
+    few = ranks.run(wrapper_calls, config=config, num_layers=1)
+    assert ranks.run(wrapper_calls, config=config, num_layers=30) == few
+    for calls in few:
+        # forward(), backward() and three hooks around it; step(), _take_model_step(), zero_grad().
+        assert 2 <= calls["backward"] <= 5
+        assert 2 <= calls["step"] <= 3

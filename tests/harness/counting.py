@@ -1,4 +1,5 @@
-"""What a window costs, in counts: copies, collectives, bytes that stay and bytes in between."""
+"""What a window costs, in counts: copies, collectives, bytes that stay and bytes in between, and
+calls of our wrappers."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import gc
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import wrapt
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_unmanaged_gas.patching import PatchSpec
 
 COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor")
@@ -104,3 +109,30 @@ class PeakMemory:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
         raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+class WrapperCalls:
+    """Counts the calls of every wrapped method of a class, and keeps the arguments of one."""
+
+    def __init__(self, specs: Iterable[PatchSpec]) -> None:
+        self._specs = [spec for spec in specs if spec.wrapper is not None and not spec.on_objects]
+        self.calls = {spec.target: 0 for spec in self._specs}
+        self.arguments: dict[str, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> WrapperCalls:  # noqa: PYI034
+        self._before = [(spec, vars(spec.owner)[spec.name]) for spec in self._specs]
+        for spec, entry in self._before:
+            setattr(spec.owner, spec.name, self._counting(spec.target, entry))
+        return self
+
+    def _counting(self, target: str, entry: Any) -> Any:
+        def count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            self.calls[target] += 1
+            self.arguments[target] = (args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return wrapt.FunctionWrapper(entry, count)
+
+    def __exit__(self, *_: object) -> None:
+        for spec, entry in self._before:
+            setattr(spec.owner, spec.name, entry)

@@ -7,7 +7,7 @@ import pytest
 import wrapt
 
 from ds_unmanaged_gas.errors import PatchConflictError, UnsupportedDeepSpeedError
-from ds_unmanaged_gas.patching import PatchSpec, apply_all, undo_all
+from ds_unmanaged_gas.patching import PatchSpec, apply_all, undo_all, wrap_object
 
 
 def doubling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -127,3 +127,35 @@ def test_foreign_wrapper_above_ours_is_a_conflict_that_undoes_nothing(target: An
     assert theirs is not ledger[0].after
     undo_all(ledger)
     assert [target().one(), target.three()] == [1, 3]
+
+
+def test_method_is_wrapped_on_one_object_only(target: Any) -> None:
+    before = namespace(target)
+    specs = [PatchSpec(target, "one", "why", doubling, on_objects=True)]
+    ledger = apply_all(specs)
+    wrapped, other = target(), target()
+    wrap_object(wrapped, specs)
+    wrap_object(ledger, specs)  # of another class: stays as it is
+    assert [wrapped.one(), other.one()] == [2, 1]
+    assert namespace(target) == before
+    foreign(target, "one", lambda x: x + 10)  # not our concern: nothing of ours is there
+    undo_all(ledger)
+    assert other.one() == 11
+
+
+def test_wrapper_for_objects_is_told_the_object(target: Any) -> None:
+    instances = []
+
+    def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        instances.append(instance)
+        return wrapped(*args, **kwargs)
+
+    owner = target()
+    wrap_object(owner, [PatchSpec(target, "one", "why", noting, on_objects=True)])
+    assert owner.one() == 1
+    assert instances == [owner]
+
+
+def test_missing_method_of_objects_is_an_error_too(target: Any) -> None:
+    with pytest.raises(UnsupportedDeepSpeedError, match=r"Target\.missing"):
+        apply_all([PatchSpec(target, "missing", "why", doubling, on_objects=True)])
