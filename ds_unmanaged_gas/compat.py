@@ -147,6 +147,12 @@ def can_choose_reduction_dtype(version: str, stage: int) -> bool:
     return stage > 2 or not Version("0.17.2") <= Version(version) <= Version("0.18.1")
 
 
+def reduces_every_tile(version: str) -> bool:
+    """Whether ZeRO-1/2 put the gradient of every tile of a sequence-tiled module into the bucket,
+    and not the last one's only, which is the sum."""
+    return Version("0.17.0") <= Version(version) <= Version("0.18.5")
+
+
 def mirror_boundary(optimizer: Any, is_boundary: bool) -> None:
     """Tell a ZeRO optimizer whether this is a boundary.
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from . import config, gradients, inspection, stage1_2, stage3
 from .compat import FLAG_METHOD, can_choose_reduction_dtype, era_of, undecorated
 from .errors import BoundaryError, WindowOpenError
-from .patching import PatchSpec, wrap_object
+from .patching import PatchSpec, always, wrap_object
 from .unmanaged import UnmanagedEngine
 from .window import WindowState, attach, attached, live_engines
 
@@ -214,7 +214,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "is_gradient_accumulation_boundary",
             "True exactly while step() runs",
             _wrap_is_boundary,
-            on_objects=True,
+            on_objects=always,
         ),
         on_engine(
             "set_gradient_accumulation_boundary",
@@ -304,7 +304,7 @@ def patches() -> tuple[PatchSpec, ...]:
     if hasattr(DeepSpeedEngine, FLAG_METHOD):  # from 0.19.4, the native mode
         why = "keeps the native mode out of the way"
         specs.append(
-            PatchSpec(DeepSpeedEngine, FLAG_METHOD, why, _wrap_is_managed, on_objects=True)
+            PatchSpec(DeepSpeedEngine, FLAG_METHOD, why, _wrap_is_managed, on_objects=always)
         )
     else:
         specs.append(

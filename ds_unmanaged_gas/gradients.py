@@ -18,9 +18,10 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
+from torch._utils import _flatten_dense_tensors
 
 from .errors import UnsupportedConfigError
-from .patching import PatchSpec
+from .patching import PatchSpec, always
 from .window import attached
 
 # From 0.18.3 on stock code calls loss.backward() itself, and no more the optimizer's backward();
@@ -40,6 +41,10 @@ COUNTED_ON = (
 )
 
 
+_SMALL = 1024
+"""Elements of a gradient that is copied to have its norm taken together with others."""
+
+
 class Gradients:
     """The gradients of one unmanaged engine. Subclasses say where they are and how they reach the
     optimizer; this one leaves them in ``param.grad`` and reduces them all at step().
@@ -56,6 +61,8 @@ class Gradients:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer: Any = engine.optimizer
+        # Walking through all modules takes longer than what is done with a small parameter.
+        self.params = tuple(engine.module.parameters())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Apply a loss scale that stock backward() forgets; the identity where it doesn't."""
@@ -92,7 +99,7 @@ class Gradients:
 
     def final(self) -> Iterable[torch.Tensor]:
         """The gradients that the optimizer will read, each element once. After hand_over()."""
-        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        return [p.grad for p in self.params if p.grad is not None]
 
     def check_overflow(self) -> None:
         """Tell the optimizer of an overflow that it would not find itself. After hand_over(). No
@@ -101,7 +108,7 @@ class Gradients:
     @contextmanager
     def lend(self) -> Iterator[None]:
         """Surround a hand_over() that no update follows: the window goes on, bit for bit."""
-        held = [(param, param.grad) for param in self.engine.module.parameters()]
+        held = [(param, param.grad) for param in self.params]
         for param, grad in held:
             param.grad = None if grad is None else grad.clone()  # it is reduced in place
         try:
@@ -113,7 +120,32 @@ class Gradients:
     def norm(self) -> float:
         """The global norm of the handed over gradients, still times the loss scale. Collective: as
         many all-reduces of one number as the optimizer's own step() makes for it."""
-        return float(_norm_of(self.engine))
+        return float(self._norm())
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of all ``param.grad``, a 0-dim fp32 tensor. Collective with an mpu: one
+        model-parallel all-reduce."""
+        mpu = self.engine.mpu
+        shares_model = mpu is not None and mpu.get_model_parallel_rank() != 0
+        # Small ones together: a call for each would take longer than their reduction.
+        small: list[torch.Tensor] = []
+        large: list[torch.Tensor] = []
+        for param in self.params:
+            grad = param.grad
+            if grad is None or (shares_model and not is_model_parallel_parameter(param)):
+                continue  # rank 0 has what is not model-parallel
+            if grad.is_sparse:
+                grad = grad.coalesce().values()
+            (small if grad.numel() <= _SMALL else large).append(grad)
+        if small:
+            large.append(_flatten_dense_tensors(small))  # type: ignore[no-untyped-call]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in large]
+        square = torch.zeros((), device=self.engine.device)
+        if norms:
+            square = torch.stack(norms).square().sum()
+        if mpu is not None:
+            dist.all_reduce(square, group=mpu.get_model_parallel_group())
+        return square.sqrt()
 
     def loss_scale(self) -> float:
         """What the gradients are too large by."""
@@ -137,7 +169,7 @@ class Gradients:
     def close(self) -> None:
         """Leave nothing of the window behind. Called when step() ends."""
         # bf16 at stage 0 of DeepSpeed 0.17.6-0.18.5 never clears them: they would pile up.
-        for param in self.engine.module.parameters():
+        for param in self.params:
             param.grad = None
 
     def recover(self) -> None:
@@ -160,26 +192,11 @@ class Gradients:
         return 1.0
 
 
-def _norm_of(engine: Any) -> torch.Tensor:
-    """The norm of all ``param.grad``, a 0-dim fp32 tensor. Collective with an mpu: one
-    model-parallel all-reduce."""
-    params = [p for p in engine.module.parameters() if p.grad is not None]
-    mpu = engine.mpu
-    if mpu is not None and mpu.get_model_parallel_rank() != 0:
-        params = [p for p in params if is_model_parallel_parameter(p)]  # rank 0 has the others
-    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=engine.device)
-    if mpu is not None:
-        dist.all_reduce(square, group=mpu.get_model_parallel_group())
-    return square.sqrt()
-
-
 class BareGradients(Gradients):
     """A torch optimizer that DeepSpeed leaves as it is: stage 0 in fp32."""
 
     def measure_norm(self) -> torch.Tensor:
-        return _norm_of(self.engine) / self.loss_scale()
+        return self._norm() / self.loss_scale()
 
     def loss_scale(self) -> float:
         scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
@@ -210,7 +227,7 @@ class LossScaledGradients(Gradients):
         yield
         if self._sum_dtype is None:
             return
-        for param in self.engine.module.parameters():
+        for param in self.params:
             if param.grad is None:
                 continue
             if param in self._sums:
@@ -372,21 +389,21 @@ def patches() -> tuple[PatchSpec, ...]:
             "new engine.forward() output is differentiated; a second loss on one forward would "
             "count the first again",
             _wrap_update_hp_grads,
-            on_objects=True,
+            on_objects=always,
         ),
         PatchSpec(
             BF16_Optimizer,
             "get_grads_for_norm",
             "a window without gradients has an empty norm, on which stock step() fails",
             _wrap_get_grads_for_norm,
-            on_objects=True,
+            on_objects=always,
         ),
         PatchSpec(
             BF16_Optimizer,
             "step",
             "reports the norm of an all-zero window as zero",
             _wrap_bf16_step,
-            on_objects=True,
+            on_objects=always,
         ),
     )
     if _ENGINE_FORGETS_RETAIN_GRAPH:
@@ -397,7 +414,7 @@ def patches() -> tuple[PatchSpec, ...]:
                 "backward",
                 "stock passes no retain_graph on at stage 0, up to 0.16.4",
                 _wrap_bf16_backward,
-                on_objects=True,
+                on_objects=always,
             ),
         )
     return specs

@@ -17,7 +17,7 @@ def _holder_of(param: Any) -> Any:
     there is none or its step() is running."""
     for engine in live_engines:
         state = attached(engine)
-        if state.has(engine, param):
+        if state.has(param):
             return None if state.window.is_boundary else state
     return None
 

@@ -25,6 +25,11 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 _ABSENT = object()
 
 
+def always(_instance: object) -> bool:
+    """For ``PatchSpec.on_objects``: every instance that wrap_object() is given."""
+    return True
+
+
 def full_name(owner: type | ModuleType, name: str) -> str:
     """The dotted name of an attribute of a class or a module."""
     if isinstance(owner, ModuleType):
@@ -38,8 +43,8 @@ class PatchSpec:
 
     ``why`` is shown by ``status()``: one sentence on what stock code does and what changes.
     Exactly one of ``wrapper`` and ``method`` is given. With ``on_objects`` the owner itself stays
-    as it is, and wrap_object() wraps the method on single instances: for what stock code calls so
-    often that the other instances would feel a wrapper.
+    as it is, and wrap_object() wraps the method on instances for which that is true: stock code
+    calls some methods so often that the others would feel a wrapper.
     """
 
     owner: type | ModuleType
@@ -47,7 +52,7 @@ class PatchSpec:
     why: str
     wrapper: Wrapper | None = None
     method: Callable[..., Any] | None = None
-    on_objects: bool = False
+    on_objects: Callable[[Any], bool] | None = None
 
     @property
     def target(self) -> str:
@@ -64,7 +69,7 @@ class AppliedPatch:
 
     def check(self) -> None:
         """Raise PatchConflictError if someone replaced our entry since it was put on."""
-        if self.spec.on_objects:
+        if self.spec.on_objects is not None:
             return  # whatever it is now, it is not ours
         # See [Note: why undo goes through vars(owner)]
         if vars(self.spec.owner).get(self.spec.name, _ABSENT) is not self.after:
@@ -75,7 +80,7 @@ class AppliedPatch:
             )
 
     def undo(self) -> None:
-        if self.spec.on_objects:
+        if self.spec.on_objects is not None:
             return
         if self.before is _ABSENT:
             delattr(self.spec.owner, self.spec.name)
@@ -96,7 +101,7 @@ def _apply_one(spec: PatchSpec) -> AppliedPatch:
                 f"depends on it ({spec.why}). Nothing was patched. Install a release that "
                 "`python -m ds_unmanaged_gas` lists as supported"
             )
-        if spec.on_objects:
+        if spec.on_objects is not None:
             return AppliedPatch(spec, before, before)
         assert spec.wrapper is not None
         after = wrapt.FunctionWrapper(before, spec.wrapper)
@@ -118,9 +123,13 @@ def apply_all(specs: Iterable[PatchSpec]) -> tuple[AppliedPatch, ...]:
 
 
 def wrap_object(instance: object, specs: Iterable[PatchSpec]) -> None:
-    """Wrap the methods of one object for which specs say ``on_objects``."""
+    """Wrap what the specs with ``on_objects`` say of this instance."""
     for spec in specs:
-        if spec.on_objects and isinstance(instance, spec.owner):  # type: ignore[arg-type]
+        if (
+            spec.on_objects is not None
+            and isinstance(instance, spec.owner)  # type: ignore[arg-type]
+            and spec.on_objects(instance)
+        ):
             assert spec.wrapper is not None
             method = getattr(instance, spec.name)
             vars(instance)[spec.name] = wrapt.FunctionWrapper(method, spec.wrapper)

@@ -6,15 +6,16 @@ backward and keeps this rank's partition of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from .compat import mirror_boundary
+from .compat import mirror_boundary, reduces_every_tile
 from .gradients import HAS_TORCH_STYLE, Gradients
 from .offload import HostSums, all_finite, divide_norms, keep_alive
 from .patching import PatchSpec
@@ -163,28 +164,21 @@ class Stage1Gradients(PartitionedGradients):
         # With offload stock code adds to host copies of earlier backwards unless this is 0.
         optimizer.micro_step_id = 0
         reports_unused = optimizer.cpu_offload and not optimizer.ignore_unused_parameters
+        name, dtype = "grad", None
+        if optimizer.use_grad_accum_attribute:
+            name, dtype = "grad_accum", optimizer.gradient_accumulation_dtype
         for index, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 # See [Note: I2, per-parameter participation]. Zeros also keep ranks in step that
                 # used different parameters: each fills the same buckets in the same order.
-                if param.requires_grad and optimizer.get_gradient_for_reduction(param) is None:
-                    self._set_zero_gradient(param)
+                if param.requires_grad and getattr(param, name) is None:
+                    setattr(param, name, torch.zeros_like(param, dtype=dtype))
                     if reports_unused:
                         self._unused.append(optimizer.get_param_id(param))
                 # With overlap_comm stock code reduces from the hooks of a boundary backward, and
                 # reduce_gradients() does not repeat it. There was no such backward.
-                if (
-                    optimizer.overlap_comm
-                    and optimizer.get_gradient_for_reduction(param) is not None
-                ):
+                if optimizer.overlap_comm and getattr(param, name) is not None:
                     optimizer.reduce_ready_partitions_and_remove_grads(param, index)
-
-    def _set_zero_gradient(self, param: Any) -> None:
-        if self.optimizer.use_grad_accum_attribute:
-            dtype = self.optimizer.gradient_accumulation_dtype
-            param.grad_accum = torch.zeros_like(param, dtype=dtype)
-        else:
-            param.grad = torch.zeros_like(param)
 
     def divide(self, divisor: float) -> None:
         super().divide(divisor)
@@ -401,9 +395,8 @@ def gradients_for(engine: Any, *, at_step: bool) -> Gradients | None:
 
 
 def _wrap_reduce_gradients(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients = attached(optimizer)
-    if isinstance(gradients, Stage1Gradients):
-        gradients.reduce()
+    gradients: Stage1Gradients = attached(optimizer)
+    gradients.reduce()
     return wrapped(*args, **kwargs)
 
 
@@ -414,17 +407,13 @@ def _wrap_reduce_independent(wrapped: Any, optimizer: Any, args: Any, kwargs: An
 
 
 def _wrap_copy_grads_in_partition(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients = attached(optimizer)
-    if not isinstance(gradients, Stage2OffloadGradients):
-        return wrapped(*args, **kwargs)
+    gradients: Stage2OffloadGradients = attached(optimizer)
     return gradients.copy(wrapped, args[0], args[1:])
 
 
 def _wrap_get_gradient_for_reduction(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if optimizer.use_grad_accum_attribute:
-        (param,) = args
-        return param.grad_accum
-    return wrapped(*args, **kwargs)
+    (param,) = args
+    return param.grad_accum
 
 
 def _wrap_gradient_list(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -435,8 +424,6 @@ def _wrap_gradient_list(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) ->
 
 
 def _wrap_epilogue(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(attached(optimizer), Stage2Gradients):
-        return wrapped(*args, **kwargs)
     before = dict(optimizer.all_grad_tensors)
     result = wrapped(*args, **kwargs)
     for group, tensors in optimizer.all_grad_tensors.items():
@@ -444,6 +431,16 @@ def _wrap_epilogue(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if held is not None and tensors is not None and tensors is not held:
             torch._foreach_add_(tensors, held)
     return result
+
+
+def _of(kind: type[Gradients]) -> Callable[[Any], bool]:
+    """Optimizers whose gradients are of this class."""
+    return lambda optimizer: isinstance(attached(optimizer), kind)
+
+
+def _sums_in_other_dtype(optimizer: Any) -> bool:
+    dtype = optimizer.gradient_accumulation_dtype
+    return any(param.dtype != dtype for group in optimizer.bit16_groups for param in group)
 
 
 def patches() -> tuple[PatchSpec, ...]:
@@ -455,7 +452,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 reduces once, at step(): parameters without a gradient contribute zeros, and "
             "overlap_comm, whose hooks found no boundary, is flushed",
             _wrap_reduce_gradients,
-            on_objects=True,
+            on_objects=_of(Stage1Gradients),
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -463,7 +460,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "sequence-tiled modules: stage 2 of 0.17.0-0.18.5 puts the gradient of every tile into "
             "the bucket, and reduces the wrong part of it",
             _wrap_reduce_independent,
-            on_objects=True,
+            on_objects=lambda _: reduces_every_tile(deepspeed.__version__),
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -471,7 +468,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 2 with offload: stock decides by global counters whether to keep, add or hand "
             "over, loses micro-batches up to 0.18.9, and never clears what an earlier window left",
             _wrap_copy_grads_in_partition,
-            on_objects=True,
+            on_objects=_of(Stage2OffloadGradients),
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -479,7 +476,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 1 with another accumulation dtype, up to 0.19.7: stock averages a converted "
             "copy over ranks and updates each partition from its own rank's gradients",
             _wrap_get_gradient_for_reduction,
-            on_objects=True,
+            on_objects=lambda optimizer: optimizer.use_grad_accum_attribute,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,
@@ -487,7 +484,7 @@ def patches() -> tuple[PatchSpec, ...]:
             "stage 2 up to 0.19.7 sums in the model's dtype even if data_types.grad_accum_dtype "
             "says otherwise",
             _wrap_gradient_list,
-            on_objects=True,
+            on_objects=_sums_in_other_dtype,
         ),
     )
     if _KEEPS_TENSORS and not HAS_TORCH_STYLE:  # 0.17.6-0.18.2
@@ -498,7 +495,7 @@ def patches() -> tuple[PatchSpec, ...]:
                 "independent_gradient_partition_epilogue",
                 "stage 2 of 0.17.6-0.18.2 keeps the gradients of the last backward only",
                 _wrap_epilogue,
-                on_objects=True,
+                on_objects=_of(Stage2Gradients),
             ),
         )
     return specs

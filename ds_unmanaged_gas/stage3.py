@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .compat import mirror_boundary
 from .gradients import Gradients
 from .offload import HostSums, all_finite, divide_norms, keep_alive
-from .patching import PatchSpec
+from .patching import PatchSpec, always
 from .window import attached
 
 # Of each module: how many of its outputs and inputs a backward has still to pass.
@@ -421,20 +421,20 @@ def patches() -> tuple[PatchSpec, ...]:
             "or absent in a window keeps the gradient of an earlier one, and two backwards without "
             "a forward between them lose the first",
             _wrap_partition_grads,
-            on_objects=True,
+            on_objects=always,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,
             "reduce_ready_partitions_and_remove_grads",
             'keeps gradients for step(), if "reduction" is "step"',
             _wrap_reduce_ready,
-            on_objects=True,
+            on_objects=lambda optimizer: attached(optimizer).keeps,
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer_Stage3,
             "zero_grad",
             "stock drops the window by resetting that counter, which no longer decides",
             _wrap_zero_grad,
-            on_objects=True,
+            on_objects=always,
         ),
     )

@@ -357,10 +357,10 @@ class UnmanagedEngine:
                 # Stays True in stock code until the next backward through engine.forward().
                 mirror_boundary(engine.optimizer, False)
 
-    def has(self, engine: Any, param: Any) -> bool:
+    def has(self, param: Any) -> bool:
         """Whether a parameter is one of this engine's."""
         if not self._params:
-            self._params = {id(each): each for each in engine.module.parameters()}
+            self._params = {id(each): each for each in self.gradients.params}
         return id(param) in self._params
 
     def full_grad(self, stock_getter: Callable[..., Any], param: Any) -> torch.Tensor | None:

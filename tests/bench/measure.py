@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import statistics
 import time
@@ -120,25 +121,28 @@ def costs(mode: str, config: dict[str, Any], model: tuple[str, int, int], n: int
 
 
 def ratios(
-    modes: tuple[str, str],
-    configs: tuple[dict[str, Any], dict[str, Any]],
-    model: tuple[str, int, int],
-    n: int,
-    pairs: int,
-) -> list[float]:
-    """Seconds of a window of the first over those of the second mode: each pair one after the
-    other, in changing order. The time is that of the slowest rank, since every window ends in a
-    barrier."""
-    loops = [Loop(*each, model) for each in zip(modes, configs)]
-    for loop in loops:
+    configs: dict[str, dict[str, Any]], model: tuple[str, int, int], n: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a window of the first mode over those of each other one, by mode: in every round
+    one window of each, in changing order. The time is that of the slowest rank, since every window
+    ends in a barrier."""
+    loops = {mode: Loop(mode, config, model) for mode, config in configs.items()}
+    for loop in loops.values():
         for _ in range(WARM_UP):
             loop.seconds(n)
-    found = []
-    for pair in range(pairs):
-        order = [0, 1] if pair % 2 else [1, 0]
-        seconds = {which: loops[which].seconds(n) for which in order}
-        found.append(seconds[0] / seconds[1])
-    for loop in loops:
+    # Or full collections of all that was ever imported fall into some windows and not others.
+    gc.collect()
+    gc.freeze()
+    ours, *others = configs
+    found: dict[str, list[float]] = {mode: [] for mode in others}
+    order = list(configs)
+    for _ in range(rounds):
+        seconds = {mode: loops[mode].seconds(n) for mode in order}
+        for mode in others:
+            found[mode].append(seconds[ours] / seconds[mode])
+        order = [*order[1:], order[0]]
+    gc.unfreeze()
+    for loop in loops.values():
         loop.engine.destroy()
     return found
 

@@ -51,7 +51,7 @@ class Bench:
         self.ranks = ranks
         self.quick = quick
         self.counts = [1, 4] if quick else [1, 4, 16]
-        self.pairs = 6 if quick else 20
+        self.rounds = 6 if quick else 20
         self.cells = [(1, False), (2, False), (3, False), (2, True)] if quick else CELLS
 
     def costs(self) -> list[dict[str, Any]]:
@@ -86,22 +86,21 @@ class Bench:
         models = {"quick": SMALL} if self.quick else {"50 M": LARGE, "10,000 tiny": TINY}
         for name, model in models.items():
             for stage, offload in self.cells:
-                for stock in stock_modes():
-                    for n in self.counts:
-                        configs = tuple(
-                            config_of(mode, stage, offload, n, model)
-                            for mode in ("unmanaged", stock)
-                        )
-                        (found, *_) = self.ranks.run(
-                            measure.ratios,
-                            modes=("unmanaged", stock),
-                            configs=configs,
-                            model=model,
-                            n=n,
-                            pairs=self.pairs,
-                            timeout=HOUR,
-                        )
-                        middle, low, high = measure.median_and_quartiles(found)
+                for n in self.counts:
+                    configs = {
+                        mode: config_of(mode, stage, offload, n, model)
+                        for mode in ("unmanaged", *stock_modes())
+                    }
+                    found, *_ = self.ranks.run(
+                        measure.ratios,
+                        configs=configs,
+                        model=model,
+                        n=n,
+                        rounds=self.rounds,
+                        timeout=HOUR,
+                    )
+                    for stock, values in found.items():
+                        middle, low, high = measure.median_and_quartiles(values)
                         row = {"model": name, "stage": stage, "offload": offload, "stock": stock}
                         rows.append(row | {"n": n, "median": middle, "low": low, "high": high})
                         print(row, n, f"{middle:.3f} ({low:.3f} to {high:.3f})", flush=True)

@@ -7,7 +7,7 @@ import pytest
 import wrapt
 
 from ds_unmanaged_gas.errors import PatchConflictError, UnsupportedDeepSpeedError
-from ds_unmanaged_gas.patching import PatchSpec, apply_all, undo_all, wrap_object
+from ds_unmanaged_gas.patching import PatchSpec, always, apply_all, undo_all, wrap_object
 
 
 def doubling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def test_foreign_wrapper_above_ours_is_a_conflict_that_undoes_nothing(target: An
 
 def test_method_is_wrapped_on_one_object_only(target: Any) -> None:
     before = namespace(target)
-    specs = [PatchSpec(target, "one", "why", doubling, on_objects=True)]
+    specs = [PatchSpec(target, "one", "why", doubling, on_objects=always)]
     ledger = apply_all(specs)
     wrapped, other = target(), target()
     wrap_object(wrapped, specs)
@@ -151,11 +151,11 @@ def test_wrapper_for_objects_is_told_the_object(target: Any) -> None:
         return wrapped(*args, **kwargs)
 
     owner = target()
-    wrap_object(owner, [PatchSpec(target, "one", "why", noting, on_objects=True)])
+    wrap_object(owner, [PatchSpec(target, "one", "why", noting, on_objects=always)])
     assert owner.one() == 1
     assert instances == [owner]
 
 
 def test_missing_method_of_objects_is_an_error_too(target: Any) -> None:
     with pytest.raises(UnsupportedDeepSpeedError, match=r"Target\.missing"):
-        apply_all([PatchSpec(target, "missing", "why", doubling, on_objects=True)])
+        apply_all([PatchSpec(target, "missing", "why", doubling, on_objects=always)])
