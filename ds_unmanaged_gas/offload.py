@@ -38,10 +38,13 @@ class HostSums:
         self._in_spare: set[int] = set()
         # Contributed in an earlier window, and their target was not zeroed since.
         self._dirty: set[int] = set()
+        # The 2-norm of each sum so far, 0-dim, on the device; None where the sum can be looked at
+        # in finalize(), without moving it. Cleared by forget().
+        self._norms: dict[int, torch.Tensor | None] = {}
 
-    def add(self, key: int, grad: torch.Tensor) -> torch.Tensor:
-        """Add one contribution, flat, as long as the target or shorter. Returns the 2-norm of the
-        sum so far, a 0-dim tensor on the gradient's device. Does not wait for the copies."""
+    def add(self, key: int, grad: torch.Tensor) -> None:
+        """Add one contribution, flat, as long as the target or shorter. Does not wait for the
+        copies."""
         target = self._target(key).narrow(0, 0, grad.numel())
         total = grad
         if key not in self._seen:
@@ -58,23 +61,32 @@ class HostSums:
                 total = held.to(grad.device, self._dtype, non_blocking=True).add_(grad)
                 into.copy_(total, non_blocking=True)
         self._seen.add(key)
-        norm: torch.Tensor = torch.linalg.vector_norm(total, dtype=_norm_dtype())
-        return norm
+        # Once per window would do, but only here the sum is on the device.
+        self._norms[key] = None if total.device == target.device else _norm_of(total)
 
     def mark(self, key: int) -> None:
         """Note a contribution that stock code keeps, and hands over itself."""
         self._seen.add(key)
 
-    def finalize(self) -> None:
+    def finalize(self) -> dict[int, torch.Tensor]:
         """Make every target this window's sum: from its spare, or zero where there was no
-        contribution. Host work only, after waiting for the copies to the host."""
+        contribution. Returns the norms of the sums. Host work only, after waiting for the copies to
+        the host."""
         if not get_accelerator().is_synchronized_device():
             get_accelerator().synchronize()
+        norms = {
+            key: _norm_of(self._sum(key)) if norm is None else norm
+            for key, norm in self._norms.items()
+        }
         for key in self._in_spare:
             self._target(key).copy_(self._spare(key))
         for key in self._dirty - self._seen:
             self._target(key).zero_()
         self._dirty.clear()
+        return norms
+
+    def _sum(self, key: int) -> torch.Tensor:
+        return self._spare(key) if key in self._in_spare else self._target(key)
 
     def seen(self) -> tuple[int, ...]:
         """The parameters that contributed, in no order."""
@@ -89,6 +101,7 @@ class HostSums:
         self._dirty |= self._seen
         self._seen.clear()
         self._in_spare.clear()
+        self._norms.clear()
 
 
 def all_finite(norms: list[torch.Tensor]) -> bool:
@@ -109,7 +122,9 @@ def keep_alive(grad: torch.Tensor) -> None:
         grad.record_stream(get_accelerator().current_stream())
 
 
-def _norm_dtype() -> torch.dtype:
+def _norm_of(grad: torch.Tensor) -> torch.Tensor:
     # As stock code takes the norms of offloaded gradients; up to 0.18 it did not ask.
     has_fp64 = getattr(get_accelerator(), "is_fp64_supported", lambda: True)
-    return torch.float64 if has_fp64() else torch.float32
+    dtype = torch.float64 if has_fp64() else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
+    return norm

@@ -324,7 +324,7 @@ class Stage2OffloadGradients(Stage2Gradients):
             return
         full: torch.Tensor = optimizer.get_param_gradient_attribute(param)
         owned = full.detach().view(-1).narrow(0, source_offset, length)
-        optimizer.norm_for_param_grads[param_id] = self._sums.add(param_id, owned)
+        self._sums.add(param_id, owned)
         keep_alive(full)
         optimizer.clear_grad_attribute(param)
 
@@ -350,7 +350,7 @@ class Stage2OffloadGradients(Stage2Gradients):
         if any(self._is_compact(group) for group in range(len(optimizer.params_in_partition))):
             # Hands over what copy() left to stock code. (0.19.4 has it for no offload at all.)
             optimizer.finalize_gradient_accumulation_boundary()
-        self._sums.finalize()
+        optimizer.norm_for_param_grads.update(self._sums.finalize())
 
     def check_overflow(self) -> None:
         norms = self.optimizer.norm_for_param_grads

@@ -298,9 +298,7 @@ class Stage3OffloadGradients(Stage3Gradients):
                 on_nvme.append((param, grad))
                 continue
             if grad.numel() > 0:  # else this rank's part of the parameter is padding only
-                norm_id = self.optimizer.get_param_id(param)
-                norm = self._sums.add(param.ds_id, grad)
-                self.optimizer.norm_for_param_grads[norm_id] = norm
+                self._sums.add(param.ds_id, grad)
             _drop_grad(param)
         if on_nvme:
             super().partition(wrapped, [p for p, _ in on_nvme], [g for _, g in on_nvme])
@@ -356,7 +354,9 @@ class Stage3OffloadGradients(Stage3Gradients):
         with self._on_stream():
             self._replay(sorted(self._seen | self._dirty))
         self._dirty.clear()
-        self._sums.finalize()
+        for ds_id, norm in self._sums.finalize().items():
+            key = optimizer.get_param_id(self._params[ds_id])
+            optimizer.norm_for_param_grads[key] = norm
 
     def check_overflow(self) -> None:
         norms = self.optimizer.norm_for_param_grads
