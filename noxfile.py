@@ -184,18 +184,22 @@ BENCHED = [NEWEST, "0.19.3", "0.18.4"]
 def bench(session: nox.Session) -> None:
     """Compare the costs of windows with those of stock modes, for hours: README, bench.json.
 
-    nox -s bench -- --quick does a small part of it on the newest release, and only prints.
+    Continues what tests/bench/bench.json has; remove from it what is to be measured again.
+    Arguments after -- are releases; --quick does a small part on the newest, and only prints.
     """
     python = torch_python(session)
-    quick = ["--quick"] if "--quick" in session.posargs else []
-    results = []
-    for release in BENCHED[:1] if quick else BENCHED:
+    file = Path("tests/bench/bench.json")
+    releases, options = session.posargs or BENCHED, []
+    if "--quick" in session.posargs:
+        file = Path(session.create_tmp()) / "quick.json"
+        file.unlink(missing_ok=True)
+        releases, options = [NEWEST], ["--quick"]
+    for release in releases:
         env = environment(package_folder(session, python, "deepspeed", release), release)
         check_release(session, python, release, env)
-        results.append(str(CACHE / f"bench-{release}.json"))
-        arguments = ["-W", "ignore", "tests/bench/run.py", results[-1], *quick]
+        arguments = ["-W", "ignore", "tests/bench/run.py", str(file), *options]
         session.run(python, *arguments, env=env, external=True)
-    session.run(python, "tests/bench/report.py", *results, external=True)
+    session.run(python, "tests/bench/report.py", str(file), external=True)
 
 
 @nox.session(venv_backend="none")

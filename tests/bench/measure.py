@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from harness.counting import (
     GATHERS,
     REDUCTIONS,
@@ -25,6 +26,9 @@ from harness.training import make_engine
 
 WARM_UP = 2
 """Windows before anything is measured: ZeRO-3 records its order of modules in the first two."""
+
+LET_GO = 0.3
+"""Seconds after which gloo's threads hold no buffer of a collective any more."""
 
 
 class Scalars(torch.nn.Module):
@@ -86,16 +90,27 @@ class Loop:
     def seconds(self, n: int) -> float:
         self._switch()
         synchronize()
-        start = time.perf_counter()
+        if is_host_only():
+            start = time.perf_counter()
+            self.window(n)
+            synchronize()
+            return time.perf_counter() - start
+        begin, end = (get_accelerator().Event(enable_timing=True) for _ in range(2))
+        begin.record()
         self.window(n)
+        deepspeed.comm.barrier()
+        end.record()
         synchronize()
-        return time.perf_counter() - start
+        return 1e-3 * float(begin.elapsed_time(end))
+
+
+def is_host_only() -> bool:
+    return bool(get_accelerator().is_synchronized_device())
 
 
 def synchronize() -> None:
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if not accelerator.is_synchronized_device():
-        accelerator.synchronize()
+    if not is_host_only():
+        get_accelerator().synchronize()
     deepspeed.comm.barrier()
 
 
@@ -104,20 +119,35 @@ def costs(mode: str, config: dict[str, Any], model: tuple[str, int, int], n: int
     loop = Loop(mode, config, model)
     for _ in range(WARM_UP):
         loop.window(n)
+    if not is_host_only():
+        get_accelerator().reset_peak_memory_stats()
     with PeakMemory() as peak:
         loop.window(n)
     with Collectives(REDUCTIONS + GATHERS) as collectives, Copies() as copies:
         loop.window(n)
+    synchronize()
+    time.sleep(LET_GO)
     report = {
         "collectives": dict(collectives.numbers),
         "collective bytes": dict(collectives.bytes),
         "copies": copies.number,
         "copied bytes": copies.bytes,
+        "host-device bytes": copies.bytes_between_devices,
         "live bytes": live_bytes(),
+        "pinned bytes": live_bytes(lambda tensor: tensor.is_pinned()),
         "peak bytes": peak.bytes,
+        "peak device bytes": 0 if is_host_only() else get_accelerator().max_memory_allocated(),
     }
     loop.engine.destroy()
     return report
+
+
+def over_ranks(reports: list[dict[str, Any]]) -> dict[str, int]:
+    """The sums of what costs() found, over ranks and over kinds of collectives."""
+    return {
+        key: sum(sum(r[key].values()) if isinstance(r[key], dict) else r[key] for r in reports)
+        for key in reports[0]
+    }
 
 
 def ratios(
@@ -126,24 +156,26 @@ def ratios(
     """Seconds of a window of the first mode over those of each other one, by mode: in every round
     one window of each, in changing order. The time is that of the slowest rank, since every window
     ends in a barrier."""
-    loops = {mode: Loop(mode, config, model) for mode, config in configs.items()}
-    for loop in loops.values():
-        for _ in range(WARM_UP):
-            loop.seconds(n)
-    # Or full collections of all that was ever imported fall into some windows and not others.
-    gc.collect()
-    gc.freeze()
     ours, *others = configs
     found: dict[str, list[float]] = {mode: [] for mode in others}
-    order = list(configs)
-    for _ in range(rounds):
-        seconds = {mode: loops[mode].seconds(n) for mode in order}
-        for mode in others:
-            found[mode].append(seconds[ours] / seconds[mode])
-        order = [*order[1:], order[0]]
-    gc.unfreeze()
-    for loop in loops.values():
-        loop.engine.destroy()
+    # What is built first lies elsewhere in memory, which shows in the time of everything.
+    for modes in (list(configs), list(reversed(configs))):
+        loops = {mode: Loop(mode, configs[mode], model) for mode in modes}
+        for loop in loops.values():
+            for _ in range(WARM_UP):
+                loop.seconds(n)
+        # Or full collections of all that was ever imported fall into some windows only.
+        gc.collect()
+        gc.freeze()
+        for _ in range(rounds // 2):
+            seconds = {mode: loops[mode].seconds(n) for mode in modes}
+            for mode in others:
+                found[mode].append(seconds[ours] / seconds[mode])
+            modes = [*modes[1:], modes[0]]
+        gc.unfreeze()
+        for loop in loops.values():
+            loop.engine.destroy()
+        loops.clear()
     return found
 
 
@@ -155,7 +187,7 @@ def own_seconds(config: dict[str, Any], model: tuple[str, int, int], n: int) -> 
         loop.window(n)
     engine, found = loop.engine, {}
     profiles = {"backward": cProfile.Profile(), "step": cProfile.Profile()}
-    windows = 5
+    windows = 3
     for _ in range(windows):
         for _ in range(n):
             loss = engine(loop.batch) * 1.0

@@ -1,13 +1,14 @@
-"""The README's tables and chart from what run.py measured: ``python report.py RESULT.json...``.
+"""Tables and a chart of what run.py measured: ``python report.py RESULTS.json``.
 
-Writes bench.json and bench.png beside this file, and the README between its markers; what was
-measured with --quick is printed only.
+From bench.json beside this file it writes bench.md and bench.png, and the README between its
+markers; any other file is printed only.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,149 +16,215 @@ FOLDER = Path(__file__).parent
 README = FOLDER.parents[1] / "README.md"
 BEGIN, END = "<!-- bench: nox -s bench -->\n", "<!-- end of bench -->"
 
+Row = dict[str, Any]
+Results = dict[str, dict[str, list[Row]]]
 
-def where(row: dict[str, Any]) -> str:
+COUNTED = ("collectives", "collective bytes", "copies", "copied bytes", "live bytes")
+LIMITS = {"50 M": 1.02, "10,000 tiny": 1.05}
+"""Ratios of times above these are worth a look."""
+
+
+def where(row: Row) -> str:
     return f"stage {row['stage']}{' + offload' if row['offload'] else ''}"
 
 
-def total(row: dict[str, Any], key: str) -> int:
-    """Over both ranks, and over kinds where there are several."""
-    values = [rank[key] for rank in row["ranks"]]
-    return sum(sum(v.values()) if isinstance(v, dict) else v for v in values)
-
-
-def excesses(results: list[dict[str, Any]]) -> list[str]:
-    """Every count in which a window costs more than in a stock mode of the same release."""
-    found = []
-    for result in results:
-        rows = result["2 ranks"]["costs"]
-        ours = {(where(r), r["n"]): r for r in rows if r["mode"] == "unmanaged"}
-        for row in rows:
-            if row["mode"].startswith("unmanaged"):
-                continue
-            mine = ours[where(row), row["n"]]
-            for key in ("collectives", "collective bytes", "copies", "copied bytes", "live bytes"):
-                if total(mine, key) > total(row, key):
-                    text = f"{result['deepspeed']} {where(row)}, N = {row['n']}: {key} "
-                    found.append(
-                        text + f"{total(mine, key)} against {total(row, key)} {row['mode']}"
-                    )
-    return found
-
-
-def costs_table(result: dict[str, Any]) -> list[str]:
-    rows = result["2 ranks"]["costs"]
-    lines = [
-        "| configuration | N | mode | collectives | MiB | copies | MiB | kept, MiB | peak, MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [where(row), str(row["n"]), row["mode"], str(total(row, "collectives"))]
-        cells += [mebibytes(total(row, "collective bytes")), str(total(row, "copies"))]
-        keys = ("copied bytes", "live bytes", "peak bytes")
-        cells += [mebibytes(total(row, key)) for key in keys]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    cells = [list(head)]
+    lines = [f"| {' | '.join(row)} |" for row in [*cells, *map(list, rows)]]
+    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:], ""]
 
 
 def mebibytes(number: int) -> str:
     return f"{number / 2**20:.1f}"
 
 
-def ratios_table(results: list[dict[str, Any]]) -> list[str]:
-    rows = [row | {"deepspeed": r["deepspeed"]} for r in results for row in r["2 ranks"]["ratios"]]
-    counts = sorted({row["n"] for row in rows})
-    lines = [
-        f"| release | model | configuration | against | {' | '.join(f'N = {n}' for n in counts)} |"
+def excesses(results: Results) -> list[str]:
+    """Every count in which a window costs more than in a stock mode of the same release."""
+    found = []
+    for release, parts in results.items():
+        rows = parts.get("costs", [])
+        ours = {(where(r), r["n"]): r for r in rows if r["mode"] == "unmanaged"}
+        for row in rows:
+            if row["mode"].startswith("unmanaged"):
+                continue
+            mine = ours[where(row), row["n"]]
+            found += [
+                f"{release} {where(row)}, N = {row['n']}: {key} {mine[key]} against {row[key]} in "
+                f"{row['mode']} mode"
+                for key in COUNTED
+                if mine[key] > row[key]
+            ]
+    return found
+
+
+def costs_table(rows: list[Row]) -> list[str]:
+    head = ["configuration", "N", "mode", "collectives", "MiB", "copies", "MiB"]
+    keys = ("copied bytes", "live bytes", "peak bytes")
+    return table(
+        [*head, "kept, MiB", "peak, MiB"],
+        (
+            [
+                where(row),
+                str(row["n"]),
+                row["mode"],
+                str(row["collectives"]),
+                mebibytes(row["collective bytes"]),
+                str(row["copies"]),
+                *(mebibytes(row[key]) for key in keys),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def ratios_table(results: Results) -> list[str]:
+    rows = [
+        row | {"release": release}
+        for release, parts in results.items()
+        for row in parts.get("ratios", [])
     ]
-    lines.append("|---" * (4 + len(counts)) + "|")
-    keys = ("deepspeed", "model", "stage", "offload", "stock")
+    counts = sorted({row["n"] for row in rows})
+    keys = ("release", "model", "stage", "offload", "stock")
+    lines = []
     for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
         same = {row["n"]: row for row in rows if tuple(row[k] for k in keys) == key}
-        cells = [
-            f"{same[n]['median']:.3f} ({same[n]['low']:.3f}-{same[n]['high']:.3f})" for n in counts
-        ]
         first = next(iter(same.values()))
-        head = [first["deepspeed"], first["model"], where(first), first["stock"]]
-        lines.append(f"| {' | '.join(head + cells)} |")
-    return lines
+        lines.append([first["release"], first["model"], where(first), first["stock"]])
+        for n in counts:
+            row = same.get(n)
+            text = "not measured"
+            if row is not None:
+                text = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+            lines[-1].append(text)
+    head = ["DeepSpeed", "model", "configuration", "against", *(f"N = {n}" for n in counts)]
+    return table(head, lines)
 
 
-def growth_table(results: list[dict[str, Any]]) -> list[str]:
-    """The plugin's own time, in microseconds per parameter: the slope between the fewest and the
-    most parameters."""
-    lines = [
-        "| DeepSpeed | ranks | configuration | N | us per parameter in backward() | in step() |",
-        "|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        for world in (key for key in result if key.endswith("ranks")):
-            rows = result[world]["growth"]
-            for cell in dict.fromkeys((where(row), row["n"]) for row in rows):
-                same = sorted(
-                    (r for r in rows if (where(r), r["n"]) == cell), key=lambda r: r["num"]
-                )
-                few, many = same[0], same[-1]
-                slopes = [
-                    f"{1e6 * (many[k] - few[k]) / (many['num'] - few['num']):.2f}"
-                    for k in ("backward", "step")
+def worst_table(results: Results) -> list[str]:
+    """For each release, model and stock mode: the median over configurations, and the worst."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for release, parts in results.items():
+        for row in parts.get("ratios", []):
+            groups.setdefault((release, row["model"], row["stock"]), []).append(row)
+    lines = []
+    for key, rows in groups.items():
+        rows.sort(key=lambda row: row["median"])
+        best, worst = rows[0], rows[-1]
+        limit = LIMITS.get(key[1], 1.0)
+        above = [row for row in rows if row["median"] > limit]
+        line = [*key, str(len(rows)), f"{rows[len(rows) // 2]['median']:.2f}"]
+        line += [f"{r['median']:.2f} ({where(r)}, N = {r['n']})" for r in (best, worst)]
+        lines.append([*line, str(len(above))])
+    head = ["DeepSpeed", "model", "against", "cells", "median", "best", "worst", "above the limit"]
+    return table(head, lines)
+
+
+def growth_table(results: Results) -> list[str]:
+    """The plugin's own time in one call, in microseconds per parameter."""
+    lines = []
+    for release, parts in results.items():
+        rows = parts.get("growth", [])
+        nums = sorted({row["num"] for row in rows})
+        counts = sorted({row["n"] for row in rows})
+        points = [(num, counts[0]) for num in nums] + [(nums[-2], n) for n in counts[1:]]
+        for cell in dict.fromkeys((row["ranks"], where(row)) for row in rows):
+            found = {(r["num"], r["n"]): r for r in rows if (r["ranks"], where(r)) == cell}
+            for call in ("backward", "step"):
+                times = [
+                    f"{1e6 * found[point][call] / point[0]:.2f}" if point in found else ""
+                    for point in points
                 ]
-                head = [result["deepspeed"], world.split()[0], cell[0], str(cell[1])]
-                lines.append(f"| {' | '.join(head + slopes)} |")
-    return lines
+                lines.append([release, *map(str, cell), f"{call}()", *times])
+    if not lines:
+        return []
+    head = ["DeepSpeed", "ranks", "configuration", "call"]
+    return table([*head, *(f"{num} parameters, N = {n}" for num, n in points)], lines)
 
 
-def overhead_table(results: list[dict[str, Any]]) -> list[str]:
-    lines = ["| DeepSpeed | configuration | backward() | step() |", "|---|---|---|---|"]
-    for result in results:
-        for row in result["2 ranks"]["overhead"]:
-            cells = [result["deepspeed"], where(row)]
-            cells += [f"{row[k]:.1f} us" for k in ("backward", "step")]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def overhead_table(results: Results) -> list[str]:
+    head = ["DeepSpeed", "configuration", "backward()", "step()"]
+    return table(
+        head,
+        (
+            [release, where(row), *(f"{row[key]:.1f} us" for key in ("backward", "step"))]
+            for release, parts in results.items()
+            for row in parts.get("overhead", [])
+        ),
+    )
 
 
-def chart(results: list[dict[str, Any]], path: Path) -> None:
+def chart(results: Results, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    rows = [row | {"deepspeed": r["deepspeed"]} for r in results for row in r["2 ranks"]["ratios"]]
-    rows.reverse()
-    labels = [
-        f"{r['deepspeed']} {r['model']}, {where(r)}, N = {r['n']}, {r['stock']}" for r in rows
+    rows = [
+        row | {"release": release}
+        for release, parts in results.items()
+        for row in parts.get("ratios", [])
     ]
-    figure, axes = plt.subplots(figsize=(9, 1 + 0.16 * len(rows)))
-    middles = [row["median"] for row in rows]
-    errors = [
-        [row["median"] - row["low"] for row in rows],
-        [row["high"] - row["median"] for row in rows],
-    ]
-    axes.errorbar(middles, range(len(rows)), xerr=errors, fmt="o", markersize=3, linewidth=1)
-    axes.axvline(1.0, color="grey", linewidth=1)
-    axes.set_yticks(range(len(rows)), labels, fontsize=5)
-    axes.set_xlabel("time of an unmanaged window / of a stock one: median and quartiles of pairs")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, panels = plt.subplots(
+        len(models), 1, figsize=(9, 3.5 * len(models)), squeeze=False, sharex=True
+    )
+    places = list(dict.fromkeys(where(row) for row in rows))
+    counts = sorted({row["n"] for row in rows})
+    against = list(dict.fromkeys((row["release"], row["stock"]) for row in rows))
+    num_places = len(counts) * len(against)
+    for (axes,), model in zip(panels, models):
+        for place, (release, stock) in enumerate(against):
+            for shift, n in enumerate(counts):
+                same = [
+                    row
+                    for row in rows
+                    if (row["model"], row["n"]) == (model, n)
+                    and (row["release"], row["stock"]) == (release, stock)
+                ]
+                offset = (place * len(counts) + shift - num_places / 2) * 0.8 / num_places
+                axes.errorbar(
+                    [places.index(where(row)) + offset for row in same],
+                    [row["median"] for row in same],
+                    yerr=[
+                        [row["median"] - row["low"] for row in same],
+                        [row["high"] - row["median"] for row in same],
+                    ],
+                    fmt="osd^vx"[place],
+                    color=f"C{shift}",
+                    markersize=3,
+                    linewidth=0.7,
+                    label=f"{release}, {stock}, N = {n}",
+                )
+        axes.axhline(1.0, color="grey", linewidth=1)
+        axes.set_title(f"model: {model} parameters", fontsize=9)
+        axes.set_ylabel("time of a window / stock's", fontsize=8)
+        axes.set_xticks(range(len(places)), places, fontsize=8)
+    panels[0][0].legend(fontsize=5, ncol=len(against))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    results = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    path = Path(sys.argv[1])
+    results: Results = json.loads(path.read_text())
+    newest = next(iter(results))
     more = excesses(results)
-    lines = ["![time ratios](tests/bench/bench.png)", "", *ratios_table(results), ""]
-    lines += [*overhead_table(results), "", *growth_table(results), ""]
-    lines += costs_table(results[0])
-    text = "\n".join(lines)
-    print(text)
-    print(f"counts above a stock mode's: {len(more)}", *more, sep="\n  ")
-    if any(result["quick"] for result in results):
+    verdict = [f"Counts above those of a stock mode: {len(more)}.", *(f"- {m}" for m in more), ""]
+    everything = ["# What a window costs: all measurements", "", *ratios_table(results)]
+    everything += [*overhead_table(results), *growth_table(results), *verdict]
+    for release, parts in results.items():
+        everything += [f"Costs on {release}:", "", *costs_table(parts.get("costs", []))]
+    print(*everything, sep="\n")
+    if path.resolve() != FOLDER / "bench.json":
         return
-    (FOLDER / "bench.json").write_text(json.dumps(results, indent=1))
+    (FOLDER / "bench.md").write_text("\n".join(everything).rstrip() + "\n")
     chart(results, FOLDER / "bench.png")
+    at_four = [row for row in results[newest]["costs"] if row["n"] == 4]
+    summary = ["![ratios of times](tests/bench/bench.png)", "", *worst_table(results)]
+    summary += [*verdict, f"One window of 4 backwards on {newest}:", "", *costs_table(at_four)]
     before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}")
+    README.write_text("\n".join([f"{before}{BEGIN}", *summary, f"{END}{after}"]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""Measures the installed DeepSpeed, for `nox -s bench`: ``python run.py OUT.json [--quick]``."""
+"""Measures the installed DeepSpeed, for `nox -s bench`: ``python run.py RESULTS.json [--quick]``.
+
+The file has the rows of every release by part, and is written after each measurement; one that it
+has is not made again. So hours of measuring may be stopped and continued.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,11 +25,17 @@ from bench import measure
 
 HOUR = 3600.0
 
+Row = dict[str, Any]
+Model = tuple[str, int, int]
+
 # Stage, offload.
 CELLS = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
-LARGE = ("layers", 12, 2048)  # 50.3 million parameters
-TINY = ("scalars", 10_000, 8)
 SMALL = ("layers", 4, 512)
+MEDIUM = ("layers", 4, 2048)  # 16.8 million: next to these the buffers of gloo are small
+MODELS: dict[str, Model] = {
+    "50 M": ("layers", 12, 2048),  # 50.3 million parameters
+    "10,000 tiny": ("scalars", 10_000, 8),
+}
 
 
 def stock_modes() -> list[str]:
@@ -31,7 +43,7 @@ def stock_modes() -> list[str]:
 
 
 def config_of(
-    mode: str, stage: int, offload: bool, n: int, model: tuple[str, int, int], **options: Any
+    mode: str, stage: int, offload: bool, n: int, model: Model, **options: Any
 ) -> dict[str, Any]:
     """The ds_config of one mode: 16-bit gradients summed as they are, so that all modes do the same
     arithmetic on every release."""
@@ -47,109 +59,123 @@ def config_of(
 
 
 class Bench:
-    def __init__(self, ranks: RankPool, quick: bool) -> None:
-        self.ranks = ranks
-        self.quick = quick
+    def __init__(self, path: Path, quick: bool) -> None:
+        self.path = path
+        self.results = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: dict[str, list[Row]] = self.results.setdefault(version("deepspeed"), {})
         self.counts = [1, 4] if quick else [1, 4, 16]
         self.rounds = 6 if quick else 20
         self.cells = [(1, False), (2, False), (3, False), (2, True)] if quick else CELLS
+        self.counted = SMALL if quick else MEDIUM
+        self.models = {"quick": SMALL} if quick else MODELS
+        self.nums = (100, 1000) if quick else (100, 1000, 10_000)
+        self.world_sizes = (2,) if quick else (2, 4)
 
-    def costs(self) -> list[dict[str, Any]]:
+    @contextmanager
+    def pool(self, world_size: int) -> Iterator[None]:
+        self.ranks = RankPool(world_size)
+        try:
+            yield
+        finally:
+            self.ranks.close()
+
+    def has(self, part: str, **key: Any) -> bool:
+        return any(row.items() >= key.items() for row in self.rows.setdefault(part, []))
+
+    def add(self, part: str, row: Row) -> None:
+        self.rows[part].append(row)
+        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+        print(part, row, flush=True)
+
+    def costs(self) -> None:
         """Collectives, copies and bytes of a window, by mode. Both ranks together."""
-        rows = []
         for stage, offload in self.cells:
-            modes: list[tuple[str, dict[str, Any]]] = [("unmanaged", {})]
-            modes += [(mode, {}) for mode in stock_modes()]
+            modes: list[tuple[str, str, dict[str, Any]]] = [("unmanaged", "unmanaged", {})]
+            modes += [(mode, mode, {}) for mode in stock_modes()]
             if stage > 1:
-                modes.append(("unmanaged", REDUCED_AT_STEP))
+                modes.append(("unmanaged, at step", "unmanaged", REDUCED_AT_STEP))
             for n in self.counts:
-                for mode, options in modes:
-                    config = config_of(mode, stage, offload, n, SMALL, **options)
+                for name, mode, options in modes:
+                    key = {"stage": stage, "offload": offload, "n": n, "mode": name}
+                    if self.has("costs", **key):
+                        continue
+                    config = config_of(mode, stage, offload, n, self.counted, **options)
                     per_rank = self.ranks.run(
-                        measure.costs, mode=mode, config=config, model=SMALL, n=n, timeout=HOUR
-                    )
-                    name = f"{mode}, at step" if options else mode
-                    rows.append(
-                        {
-                            "stage": stage,
-                            "offload": offload,
-                            "n": n,
-                            "mode": name,
-                            "ranks": per_rank,
-                        }
-                    )
-        return rows
-
-    def ratios(self) -> list[dict[str, Any]]:
-        """Time of an unmanaged window over that of a stock one, in pairs."""
-        rows = []
-        models = {"quick": SMALL} if self.quick else {"50 M": LARGE, "10,000 tiny": TINY}
-        for name, model in models.items():
-            for stage, offload in self.cells:
-                for n in self.counts:
-                    configs = {
-                        mode: config_of(mode, stage, offload, n, model)
-                        for mode in ("unmanaged", *stock_modes())
-                    }
-                    found, *_ = self.ranks.run(
-                        measure.ratios,
-                        configs=configs,
-                        model=model,
+                        measure.costs,
+                        mode=mode,
+                        config=config,
+                        model=self.counted,
                         n=n,
-                        rounds=self.rounds,
                         timeout=HOUR,
                     )
-                    for stock, values in found.items():
-                        middle, low, high = measure.median_and_quartiles(values)
-                        row = {"model": name, "stage": stage, "offload": offload, "stock": stock}
-                        rows.append(row | {"n": n, "median": middle, "low": low, "high": high})
-                        print(row, n, f"{middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
-        return rows
+                    self.add("costs", key | measure.over_ranks(per_rank))
 
-    def growth(self) -> list[dict[str, Any]]:
-        """The plugin's own time per call, by number of parameters and of backwards."""
-        rows = []
+    def overhead(self) -> None:
+        """Microseconds per call on a managed engine."""
         for stage, offload in self.cells:
-            for num in (100, 1000) if self.quick else (100, 1000, 10_000):
-                for n in self.counts:
+            key = {"stage": stage, "offload": offload}
+            if not self.has("overhead", **key):
+                config = config_of("managed", stage, offload, 1, SMALL)
+                own, *_ = self.ranks.run(measure.managed_overhead, config=config, timeout=HOUR)
+                self.add("overhead", key | own)
+
+    def growth(self, world_size: int) -> None:
+        """The plugin's own time per call, by number of parameters and of backwards."""
+        for stage, offload in self.cells:
+            for num in self.nums:
+                # Whether it grows with N shows with few parameters, and takes hours with many.
+                for n in self.counts if num <= 1000 else self.counts[:1]:
+                    key = {"ranks": world_size, "stage": stage, "offload": offload}
+                    key |= {"num": num, "n": n}
+                    if self.has("growth", **key):
+                        continue
                     model = ("scalars", num, 8)
                     config = config_of("unmanaged", stage, offload, n, model)
                     own, *_ = self.ranks.run(
                         measure.own_seconds, config=config, model=model, n=n, timeout=HOUR
                     )
-                    rows.append({"stage": stage, "offload": offload, "num": num, "n": n} | own)
-        return rows
+                    self.add("growth", key | own)
 
-    def overhead(self) -> list[dict[str, Any]]:
-        """Microseconds per call on a managed engine."""
-        rows = []
-        for stage, offload in self.cells:
-            config = config_of("managed", stage, offload, 1, SMALL)
-            own, *_ = self.ranks.run(measure.managed_overhead, config=config, timeout=HOUR)
-            rows.append({"stage": stage, "offload": offload} | own)
-        return rows
+    def ratios(self, n: int) -> None:
+        """Time of an unmanaged window over that of a stock one, in pairs."""
+        for name, model in self.models.items():
+            for stage, offload in self.cells:
+                key = {"model": name, "stage": stage, "offload": offload, "n": n}
+                if self.has("ratios", **key):
+                    continue
+                configs = {
+                    mode: config_of(mode, stage, offload, n, model)
+                    for mode in ("unmanaged", *stock_modes())
+                }
+                found, *_ = self.ranks.run(
+                    measure.ratios,
+                    configs=configs,
+                    model=model,
+                    n=n,
+                    rounds=self.rounds,
+                    timeout=HOUR,
+                )
+                for stock, values in found.items():
+                    middle, low, high = measure.median_and_quartiles(values)
+                    more = {"median": middle, "low": low, "high": high, "pairs": len(values)}
+                    self.add("ratios", key | {"stock": stock} | more)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("path", type=Path)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     configure_environment()
-    result: dict[str, Any] = {"deepspeed": version("deepspeed"), "torch": version("torch")}
-    result["quick"] = arguments.quick
-    for world_size in (2,) if arguments.quick else (2, 4):
-        ranks = RankPool(world_size)
-        try:
-            bench = Bench(ranks, arguments.quick)
-            parts: dict[str, Any] = {"growth": bench.growth()}
-            if world_size == 2:
-                parts |= {"costs": bench.costs(), "overhead": bench.overhead()}
-                parts |= {"ratios": bench.ratios()}
-            result[f"{world_size} ranks"] = parts
-        finally:
-            ranks.close()
-    arguments.out.write_text(json.dumps(result, indent=1))
+    bench = Bench(arguments.path, arguments.quick)
+    for world_size in bench.world_sizes:
+        with bench.pool(world_size):
+            bench.growth(world_size)
+    with bench.pool(2):
+        bench.costs()
+        bench.overhead()
+        for n in bench.counts:  # what is quick first
+            bench.ratios(n)
 
 
 if __name__ == "__main__":

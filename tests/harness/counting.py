@@ -3,11 +3,12 @@ calls of our wrappers."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,16 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.number = 0
         self.bytes = 0
+        self.bytes_between_devices = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if str(func).startswith(COPIES) and isinstance(out, torch.Tensor) and out.numel() > _FEW:
             self.number += 1
             self.bytes += out.numel() * out.element_size()
+            devices = {tensor.device.type for tensor in (out, *args) if torch.is_tensor(tensor)}
+            if len(devices) > 1:
+                self.bytes_between_devices += out.numel() * out.element_size()
         return out
 
 
@@ -78,8 +83,9 @@ class Collectives:
             setattr(self._backend, name, original)
 
 
-def live_bytes() -> int:
-    """Bytes of all tensors that this process can reach, each storage once."""
+def live_bytes(condition: Callable[[torch.Tensor], bool] = lambda _: True) -> int:
+    """Bytes of all tensors of more than a few elements that this process can reach, each storage
+    once; of those for which the condition is true."""
     gc.collect()
     storages = {}
     with warnings.catch_warnings():
@@ -87,7 +93,8 @@ def live_bytes() -> int:
         for candidate in gc.get_objects():
             if isinstance(candidate, torch.Tensor) and candidate.layout == torch.strided:
                 storage = candidate.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                if storage.nbytes() > 8 * _FEW and condition(candidate):
+                    storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -96,6 +103,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:  # noqa: PYI034
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free, or it would be used without a trace
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         self._before = self._status("VmRSS")
         return self
