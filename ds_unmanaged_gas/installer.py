@@ -25,7 +25,8 @@ _has_import_hooks = False
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One patched attribute, and why it is patched."""
+    """One patched attribute, and why it is patched: of the class or module, or where stock code
+    calls it very often, of the objects of unmanaged engines only."""
 
     target: str
     why: str
