@@ -82,6 +82,15 @@ def _wrap_take_model_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> 
     return state.take_model_step(wrapped, engine, args, kwargs)
 
 
+def _wrap_clip_grad_norm(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> Any:
+    norm = wrapped(*args, **kwargs)
+    for engine in live_engines:
+        state: UnmanagedEngine = attached(engine)
+        if state.window.is_boundary:  # it is this engine's step() that clips
+            state.clip_norm = norm
+    return norm
+
+
 def _wrap_zero_grad(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
     if state is not None and not state.window.is_boundary:  # stock step() calls it too
@@ -250,8 +259,14 @@ def patches() -> tuple[PatchSpec, ...]:
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(
             "_take_model_step",
-            "counts the samples of this window, and computes a gradient norm at stage 0",
+            "counts the samples of this window, and reports a gradient norm at stage 0",
             _wrap_take_model_step,
+        ),
+        PatchSpec(
+            stock_engine,
+            "clip_grad_norm_",
+            "stock forgets the norm by which it clips at stage 0",
+            _wrap_clip_grad_norm,
         ),
         PatchSpec(
             ThroughputTimer,

@@ -183,7 +183,7 @@ class Gradients:
         self.close()
 
     def measure_norm(self) -> torch.Tensor | None:
-        """The global gradient norm, or None where the optimizer reports one itself. Called at the
+        """The global gradient norm, or None where stock code takes one itself. Called at the
         boundary, after hand_over() and before clipping."""
         return None
 
@@ -195,7 +195,12 @@ class Gradients:
 class BareGradients(Gradients):
     """A torch optimizer that DeepSpeed leaves as it is: stage 0 in fp32."""
 
-    def measure_norm(self) -> torch.Tensor:
+    def measure_norm(self) -> torch.Tensor | None:
+        engine = self.engine
+        if engine.gradient_clipping() > 0 and not (
+            engine.fp16_enabled() or engine.bfloat16_enabled()
+        ):
+            return None  # stock code reads all gradients for a norm to clip by, and that is it
         return self._norm() / self.loss_scale()
 
     def loss_scale(self) -> float:

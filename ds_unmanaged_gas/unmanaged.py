@@ -52,6 +52,8 @@ class UnmanagedEngine:
         self._may_have_late_phases = False
         self._warned_empty_step = False
         self._warned_unsaved = False
+        # By which the stock engine clipped in the update that is running, where it does that.
+        self.clip_norm: torch.Tensor | None = None
         # Samples in the windows that the throughput timer has timed.
         self.timed_samples = 0
         # Keeps what preview() handed over until end_preview() takes it back.
@@ -527,10 +529,12 @@ class UnmanagedEngine:
     ) -> Any:
         """The optimizer update, with the counters and the norm that stock code gets wrong."""
         samples_before = engine.global_samples
-        norm = self.gradients.measure_norm()
+        norm, self.clip_norm = self.gradients.measure_norm(), None
         norm_divisor = self.gradients.norm_divisor()
         result = stock(*args, **kwargs)
         engine.global_samples = samples_before + self.num_samples(engine)
+        if norm is None:
+            norm = self.clip_norm
         if norm is not None:
             engine._global_grad_norm = norm
         elif norm_divisor != 1.0:

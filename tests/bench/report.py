@@ -25,7 +25,8 @@ LIMITS = {"50 M": 1.02, "10,000 tiny": 1.05}
 
 
 def where(row: Row) -> str:
-    return f"stage {row['stage']}{' + offload' if row['offload'] else ''}"
+    clipped = ", clipping" if row.get("clip") else ""
+    return f"stage {row['stage']}{' + offload' if row['offload'] else ''}{clipped}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -84,7 +85,7 @@ def ratios_table(results: Results) -> list[str]:
         for row in parts.get("ratios", [])
     ]
     counts = sorted({row["n"] for row in rows})
-    keys = ("release", "model", "stage", "offload", "stock")
+    keys = ("release", "model", "stage", "offload", "clip", "stock")
     lines = []
     for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
         same = {row["n"]: row for row in rows if tuple(row[k] for k in keys) == key}

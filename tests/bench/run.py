@@ -138,13 +138,15 @@ class Bench:
 
     def ratios(self, n: int) -> None:
         """Time of an unmanaged window over that of a stock one, in pairs."""
+        # At stage 0 stock code takes a norm only to clip by it.
+        cells = [(*cell, 0.0) for cell in self.cells] + [(0, False, 1.0)]
         for name, model in self.models.items():
-            for stage, offload in self.cells:
-                key = {"model": name, "stage": stage, "offload": offload, "n": n}
+            for stage, offload, clip in cells:
+                key = {"model": name, "stage": stage, "offload": offload, "clip": clip, "n": n}
                 if self.has("ratios", **key):
                     continue
                 configs = {
-                    mode: config_of(mode, stage, offload, n, model)
+                    mode: config_of(mode, stage, offload, n, model) | {"gradient_clipping": clip}
                     for mode in ("unmanaged", *stock_modes())
                 }
                 found, *_ = self.ranks.run(

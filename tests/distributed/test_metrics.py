@@ -17,6 +17,7 @@ from harness.training import (
     make_engine,
     run_window,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNTS = [2, 5, 3, 1, 1, 4]
 WINDOWS = [[{"a": 10 * w + m, "b": 10 * w + m} for m in range(n)] for w, n in enumerate(COUNTS)]
@@ -142,6 +143,37 @@ def test_norm_and_clipping(
             for name, weight in theirs.items():
                 ulps = 1e-5 if clip else 0.0
                 torch.testing.assert_close(torch.tensor(ours[name]), weight, rtol=ulps, atol=ulps)
+
+
+class Norms(TorchDispatchMode):
+    """Counts the norms that are taken."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "norm" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def norms_taken(config: dict[str, Any]) -> tuple[int, Any]:
+    engine = make_engine(config)
+    with Norms() as norms:
+        run_window(engine, WINDOWS[0][:1])
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return norms.number, None if norm is None else float(norm)
+
+
+def test_stage0_reports_the_norm_it_clips_by(ranks: RankPool) -> None:
+    config = make_config(stage=0)
+    (not_clipped, norm), _ = ranks.run(norms_taken, config=config)
+    config["gradient_clipping"] = 2.0
+    managed = config | {"managed_gradient_accumulation": True}
+    for ours, stock in zip(
+        ranks.run(norms_taken, config=config), ranks.run(norms_taken, config=managed)
+    ):
+        assert ours == (stock[0], norm)  # stock takes it too, and forgets it
+        assert ours[0] > not_clipped > 0
 
 
 def learning_rates(config: dict[str, Any]) -> list[float]:
