@@ -79,24 +79,25 @@ def costs_table(rows: list[Row]) -> list[str]:
 
 
 def ratios_table(results: Results) -> list[str]:
-    rows = [
-        row | {"release": release}
-        for release, parts in results.items()
-        for row in parts.get("ratios", [])
-    ]
-    counts = sorted({row["n"] for row in rows})
-    keys = ("release", "model", "stage", "offload", "clip", "stock")
+    """A line for whatever was measured on any release, so that what is missing shows."""
+    every = [row for parts in results.values() for row in parts.get("ratios", [])]
+    cells = dict.fromkeys((row["stage"], row["offload"], row.get("clip")) for row in every)
+    counts = sorted({row["n"] for row in every})
     lines = []
-    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
-        same = {row["n"]: row for row in rows if tuple(row[k] for k in keys) == key}
-        first = next(iter(same.values()))
-        lines.append([first["release"], first["model"], where(first), first["stock"]])
-        for n in counts:
-            row = same.get(n)
-            text = "not measured"
-            if row is not None:
-                text = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
-            lines[-1].append(text)
+    for release, parts in results.items():
+        rows = parts.get("ratios", [])
+        for model in dict.fromkeys(row["model"] for row in every):
+            for cell in cells:
+                for stock in dict.fromkeys(row["stock"] for row in rows):
+                    texts = dict.fromkeys(counts, "not measured")
+                    for row in rows:
+                        place = (row["stage"], row["offload"], row.get("clip"))
+                        if (row["model"], place, row["stock"]) == (model, cell, stock):
+                            quartiles = f"{row['low']:.2f}-{row['high']:.2f}"
+                            texts[row["n"]] = f"{row['median']:.2f} ({quartiles})"
+                    stage, offload, clip = cell
+                    name = where({"stage": stage, "offload": offload, "clip": clip})
+                    lines.append([release, model, name, stock, *texts.values()])
     head = ["DeepSpeed", "model", "configuration", "against", *(f"N = {n}" for n in counts)]
     return table(head, lines)
 
