@@ -121,8 +121,11 @@ def costs(mode: str, config: dict[str, Any], model: tuple[str, int, int], n: int
         loop.window(n)
     if not is_host_only():
         get_accelerator().reset_peak_memory_stats()
-    with PeakMemory() as peak:
-        loop.window(n)
+    peaks = []
+    for _ in range(3):
+        with PeakMemory() as peak:
+            loop.window(n)
+        peaks.append(peak.bytes)
     with Collectives(REDUCTIONS + GATHERS) as collectives, Copies() as copies:
         loop.window(n)
     synchronize()
@@ -135,7 +138,7 @@ def costs(mode: str, config: dict[str, Any], model: tuple[str, int, int], n: int
         "host-device bytes": copies.bytes_between_devices,
         "live bytes": live_bytes(),
         "pinned bytes": live_bytes(lambda tensor: tensor.is_pinned()),
-        "peak bytes": peak.bytes,
+        "peak bytes": min(peaks),
         "peak device bytes": 0 if is_host_only() else get_accelerator().max_memory_allocated(),
     }
     loop.engine.destroy()

@@ -123,12 +123,15 @@ def worst_table(results: Results) -> list[str]:
 
 def growth_table(results: Results) -> list[str]:
     """The plugin's own time in one call, in microseconds per parameter."""
+    every = [row for parts in results.values() for row in parts.get("growth", [])]
+    if not every:
+        return []
+    nums = sorted({row["num"] for row in every})
+    counts = sorted({row["n"] for row in every})
+    points = [(num, counts[0]) for num in nums] + [(nums[-2], n) for n in counts[1:]]
     lines = []
     for release, parts in results.items():
         rows = parts.get("growth", [])
-        nums = sorted({row["num"] for row in rows})
-        counts = sorted({row["n"] for row in rows})
-        points = [(num, counts[0]) for num in nums] + [(nums[-2], n) for n in counts[1:]]
         for cell in dict.fromkeys((row["ranks"], where(row)) for row in rows):
             found = {(r["num"], r["n"]): r for r in rows if (r["ranks"], where(r)) == cell}
             for call in ("backward", "step"):
@@ -137,8 +140,6 @@ def growth_table(results: Results) -> list[str]:
                     for point in points
                 ]
                 lines.append([release, *map(str, cell), f"{call}()", *times])
-    if not lines:
-        return []
     head = ["DeepSpeed", "ranks", "configuration", "call"]
     return table([*head, *(f"{num} parameters, N = {n}" for num, n in points)], lines)
 
@@ -201,8 +202,9 @@ def chart(results: Results, path: Path) -> None:
         axes.set_title(f"model: {model} parameters", fontsize=9)
         axes.set_ylabel("time of a window / stock's", fontsize=8)
         axes.set_xticks(range(len(places)), places, fontsize=8)
-    panels[0][0].legend(fontsize=5, ncol=len(against))
-    figure.tight_layout()
+    handles = panels[0][0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=6, ncol=len(against), loc="lower center")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=120)
 
 
