@@ -8,6 +8,7 @@ records it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -22,6 +23,7 @@ from .patching import full_name
 Method = tuple[type | ModuleType, str]
 
 
+@functools.cache
 def of(function: Any) -> str:
     """A hash of a function's source that comments, blank lines and indentation don't change."""
     lines = [line.strip() for line in inspect.getsource(undecorated(function)).splitlines()]
