@@ -12,12 +12,16 @@ import inspect
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from . import worker
 from .releases import between, skip_if_stock_rejects
@@ -48,6 +52,11 @@ class RankPool:
         # done the imports.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["harness.preload"])
+        # In many releases of Python the fork server has another sys.path, and doesn't tell that it
+        # could import nothing.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            forkserver.ensure_running()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -21,6 +21,8 @@ def main(pipe: Any, rank: int, world_size: int, folder: str) -> None:
     log = os.open(Path(folder, log_name(rank)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if "harness.preload" not in sys.modules:
+        raise RuntimeError("the fork server could not import harness.preload")
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
