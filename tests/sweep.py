@@ -1,15 +1,17 @@
 """Makes the README's support table of what ``nox -s sweep`` left: one JUnit file per release.
 
-``python sweep.py FOLDER DESCRIPTION``
+``python sweep.py FOLDER VERSIONS`` adds the files to sweep.json, so that a sweep may be run in
+parts, and makes the table of all that it has.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 from packaging.version import Version
@@ -17,60 +19,62 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- sweep: nox -s sweep -->\n", "<!-- end of sweep -->"
 
+DATA = Path(__file__).with_name("sweep.json")
+
 CELLS = ["stage 0", "stage 1", "stage 2", "stage 3"]
 CELLS += [f"stage {stage} + offload" for stage in (1, 2, 3)] + ["stage 3 + NVMe"]
 OTHER = "patches, refusals"
 
-
-@dataclass
-class Cell:
-    passed: int = 0
-    failed: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        if self.failed:
-            more = f" and {len(self.failed) - 1} more" if len(self.failed) > 1 else ""
-            return f"**fails**: {self.failed[0]}{more}"
-        if self.passed:
-            return f"{self.passed}"
-        return "-"
+Release = dict[str, Any]
+"""When and with what it was tested; by cell how many tests passed and which failed; how many were
+skipped for which reason."""
 
 
-def read(path: Path) -> tuple[dict[str, Cell], dict[str, int]]:
-    """The cells of one release, and how often it skipped a test for which reason."""
-    cells: dict[str, Cell] = defaultdict(Cell)
-    reasons: dict[str, int] = defaultdict(int)
-    for case in ET.parse(path).iter("testcase"):
+def read(path: Path, versions: str) -> Release:
+    suite = ET.parse(path).getroot()[0]
+    passed: dict[str, int] = defaultdict(int)
+    failed: dict[str, list[str]] = defaultdict(list)
+    skipped: dict[str, int] = defaultdict(int)
+    for case in suite.iter("testcase"):
         names = {p.get("value") for p in case.iter("property") if p.get("name") == "cell"}
-        skipped = case.find("skipped")
-        failed = case.find("failure") is not None or case.find("error") is not None
-        if skipped is not None:
-            reasons[skipped.get("message", "")] += 1
+        reason = case.find("skipped")
+        if reason is not None:
+            skipped[reason.get("message", "")] += 1
+            continue
         for name in names or {OTHER}:
-            cell = cells[name or OTHER]
-            if failed:
-                cell.failed.append(case.get("name", "?"))
-            elif skipped is None:
-                cell.passed += 1
-    return cells, reasons
+            if case.find("failure") is not None or case.find("error") is not None:
+                failed[name or OTHER].append(case.get("name", "?"))
+            else:
+                passed[name or OTHER] += 1
+    date = suite.get("timestamp", "")[:10]
+    return {"date": date, "with": versions, "passed": passed, "failed": failed, "skipped": skipped}
 
 
-def table(folder: Path, description: str) -> str:
-    paths = sorted(folder.glob("*.xml"), key=lambda path: Version(path.stem))
+def text_of(release: Release, cell: str) -> str:
+    if failed := release["failed"].get(cell):
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        return f"**fails**: {failed[0]}{more}"
+    return str(release["passed"].get(cell, "-"))
+
+
+def table(releases: dict[str, Release]) -> str:
     columns = [*CELLS, OTHER]
-    rows = [f"| DeepSpeed | {' | '.join(columns)} | skipped |", "|---" * (len(columns) + 2) + "|"]
+    rows = [f"| DeepSpeed | {' | '.join(columns)} | skipped | on |"]
+    rows.append("|---" * (len(columns) + 3) + "|")
     releases_by_reason: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        cells, reasons = read(path)
-        texts = [str(cells[name]) if name in cells else "-" for name in columns]
-        rows.append(f"| {path.stem} | {' | '.join(texts)} | {sum(reasons.values())} |")
-        for reason in reasons:
+    for name, release in releases.items():
+        texts = [text_of(release, cell) for cell in columns]
+        texts += [str(sum(release["skipped"].values())), release["date"]]
+        rows.append(f"| {name} | {' | '.join(texts)} |")
+        for reason in release["skipped"]:
             general = re.sub(r"^DeepSpeed [0-9.]+ ", "DeepSpeed ", reason)
-            releases_by_reason[general].append(path.stem)
+            releases_by_reason[general].append(name)
     notes = [
-        f"* {reason}: {spans(releases, [path.stem for path in paths])}"
-        for reason, releases in sorted(releases_by_reason.items())
+        f"* {reason}: {spans(names, list(releases))}"
+        for reason, names in sorted(releases_by_reason.items())
     ]
+    versions = "; ".join(dict.fromkeys(release["with"] for release in releases.values()))
+    description = f"Number of tests that passed, with {versions}."
     return "\n".join([description, "", *rows, "", "Why tests were skipped:", "", *notes, ""])
 
 
@@ -87,10 +91,18 @@ def spans(releases: list[str], every: list[str]) -> str:
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-if __name__ == "__main__":
-    text = table(Path(sys.argv[1]), sys.argv[2])
+def main(folder: Path, versions: str) -> None:
+    releases: dict[str, Release] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    releases |= {path.stem: read(path, versions) for path in folder.glob("*.xml")}
+    releases = {name: releases[name] for name in sorted(releases, key=Version)}
+    DATA.write_text(json.dumps(releases, indent=1) + "\n")
+    text = table(releases)
     print(text)
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
