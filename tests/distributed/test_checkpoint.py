@@ -161,15 +161,17 @@ def test_control_stock_applies_the_open_window_to_the_loaded_weights(
         assert history != expected
 
 
-def stock_resume(config: dict[str, Any], folder: str) -> list[Weights]:
+def stock_resume(config: dict[str, Any], folder: str | None) -> list[Weights]:
+    """Without a folder, go on without a checkpoint."""
     engine = make_engine(config, optimizer=momentum)
     for micro_batch in (AB, A):
         engine.backward(forward(engine, micro_batch))
         engine.step()
-    engine.save_checkpoint(folder, tag="stock")
-    engine.destroy()
-    engine = make_engine(config, optimizer=momentum)
-    engine.load_checkpoint(folder, tag="stock")
+    if folder:
+        engine.save_checkpoint(folder, tag="stock")
+        engine.destroy()
+        engine = make_engine(config, optimizer=momentum)
+        engine.load_checkpoint(folder, tag="stock")
     engine.backward(forward(engine, B))
     engine.step()
     history = [full_weights(engine)]
@@ -182,11 +184,13 @@ def test_control_stock_cannot_resume_bf16_summed_in_fp32(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
     config = make_config(stage=stage, dtype="bf16", accum_dtype="fp32", unmanaged=False)
-    expected = reference(same_on_all_ranks([[AB], [A], [B]]), make_optimizer=momentum)[-1:]
+    # Not plain PyTorch: on 0.18.5-0.18.9 stock is wrong without a checkpoint too, as another
+    # control shows.
+    expected = ranks.run(stock_resume, plugin=False, config=config, folder=None)
     resumes = False
     with contextlib.suppress(RanksFailed):
         histories = ranks.run(stock_resume, plugin=False, config=config, folder=str(tmp_path))
-        resumes = histories == [expected, expected]
+        resumes = histories == expected
     assert resumes == (not uses_fp16_optimizer(stage, "bf16", "fp32"))
 
 

@@ -124,6 +124,12 @@ def test_stage1_with_another_accumulation_dtype_does_not_average(ranks: RankPool
     assert right == between("0.19.8")
 
 
+def test_bf16_stage1_does_not_average_the_last_backward(ranks: RankPool) -> None:
+    """0.18.3 and 0.18.4, which never use BF16_Optimizer, lose the loss scale as at stage 0."""
+    right = is_right(ranks, windows_of([AB], [AB]), stage=1, dtype="bf16", accum_dtype="fp32")
+    assert right == (not between("0.18.3", "0.18.9"))
+
+
 def sum_of_256_and_64_ones(config: dict[str, Any]) -> float:
     import torch
 
