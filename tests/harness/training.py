@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from packaging.version import Version
 
 from .model import LEARNING_RATE, Heads, Weights, Window, tensors
-from .releases import DEEPSPEED
+from .releases import DEEPSPEED, between
 
 STAGES = [0, 1, 2, 3]
 
@@ -197,14 +197,20 @@ def train(
     return history
 
 
+def backward_undivided(engine: Any, loss: torch.Tensor, **options: Any) -> None:
+    """A backward of a managed engine that does not divide by GAS: 0.18.3 does whatever it is told,
+    and others if the loss is the module's own output."""
+    gas = engine.gradient_accumulation_steps() if between("0.18.3", "0.18.3") else 1
+    engine.backward(loss * float(gas), scale_wrt_gas=False, **options)
+
+
 def train_managed(windows: Sequence[Window], config: dict[str, Any]) -> list[Weights]:
     """The stock loop: step() after every backward. All windows have GAS micro-batches."""
     engine = make_engine(config)
     history = []
     for window in windows:
         for micro_batch in window:
-            # Not the module's own output: see the control on scale_wrt_gas.
-            engine.backward(forward(engine, micro_batch) * 1.0, scale_wrt_gas=False)
+            backward_undivided(engine, forward(engine, micro_batch))
             engine.step()
         history.append(full_weights(engine))
     engine.destroy()
