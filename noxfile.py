@@ -145,18 +145,19 @@ def sweep(session: nox.Session) -> None:
     on the newest only: compiling takes longer than all other tests.
     """
     python = torch_python(session)
-    results = CACHE / "sweep"
+    results = []
     for release in session.posargs or EVERY:
         env = environment(package_folder(session, python, "deepspeed", release), release)
         check_release(session, python, release, env)
         choice = [] if release == NEWEST else ["-m", "not builds_op"]
-        arguments = ["-q", "--tb=short", f"--junit-xml={results / release}.xml", *choice]
+        results.append(str(CACHE / "sweep" / f"{release}.xml"))
+        arguments = ["-q", "--tb=short", f"--junit-xml={results[-1]}", *choice]
         # 1: some tests failed, which the table says.
         session.run(
             python, "-m", "pytest", *arguments, env=env, external=True, success_codes=[0, 1]
         )
     versions = f"torch {TORCH} (CPU), Python {platform.python_version()}, two gloo ranks"
-    session.run(python, "tests/sweep.py", str(results), versions, external=True)
+    session.run(python, "tests/sweep.py", versions, *results, external=True)
 
 
 @nox.session(venv_backend="none")

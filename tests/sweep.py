@@ -1,6 +1,6 @@
 """Makes the README's support table of what ``nox -s sweep`` left: one JUnit file per release.
 
-``python sweep.py FOLDER VERSIONS`` adds the files to sweep.json, so that a sweep may be run in
+``python sweep.py VERSIONS FILE...`` adds the files to sweep.json, so that a sweep may be run in
 parts, and makes the table of all that it has.
 """
 
@@ -91,9 +91,9 @@ def spans(releases: list[str], every: list[str]) -> str:
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def main(folder: Path, versions: str) -> None:
+def main(versions: str, paths: list[Path]) -> None:
     releases: dict[str, Release] = json.loads(DATA.read_text()) if DATA.exists() else {}
-    releases |= {path.stem: read(path, versions) for path in folder.glob("*.xml")}
+    releases |= {path.stem: read(path, versions) for path in paths}
     releases = {name: releases[name] for name in sorted(releases, key=Version)}
     DATA.write_text(json.dumps(releases, indent=1) + "\n")
     text = table(releases)
@@ -105,4 +105,4 @@ def main(folder: Path, versions: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], [Path(name) for name in sys.argv[2:]])
