@@ -75,6 +75,7 @@ class Stage3Gradients(Gradients):
         self.keeps = at_step
         # What was kept: full local sums. Cleared by hand_over() and close().
         self._local: dict[int, torch.Tensor] = {}
+        self._is_lent = False
         self._params = {p.ds_id: p for group in self.optimizer.fp16_groups for p in group}
         # Parameters that contributed in this window. Cleared by close().
         self._seen: set[int] = set()
@@ -146,7 +147,9 @@ class Stage3Gradients(Gradients):
                     total = torch.zeros(param.ds_shape, dtype=param.dtype, device=param.device)
                 # It is released, and autograd would not let it have a gradient of another size.
                 param.grad = torch.empty_like(param)
-                param.grad.data = total.to(self._reduction_dtype(param))
+                # Stock code reduces in place what it does not copy into its bucket.
+                dtype = self._reduction_dtype(param)
+                param.grad.data = total.to(dtype, copy=self._is_lent)
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
             optimizer.independent_gradient_partition_epilogue()
         finally:
@@ -168,10 +171,11 @@ class Stage3Gradients(Gradients):
             yield
             return
         local = dict(self._local)
+        self._is_lent = True
         try:
             yield
         finally:
-            self._local = local
+            self._local, self._is_lent = local, False
             self.forget()
 
     def norm(self) -> float:

@@ -42,6 +42,12 @@ PRECISIONS = [
 
 WINDOWS: list[Window] = [*MIXED_WINDOWS]
 
+# Stock code reduces a gradient in place, if it is alone in its bucket and was not copied into it.
+IN_PLACE = [
+    pytest.param({"reduce_bucket_size": 16}, id="small buckets"),
+    pytest.param({"contiguous_gradients": False}, id="apart", marks=pytest.mark.thorough),
+]
+
 
 def gradients_so_far(windows_by_rank: list[Window]) -> dict[str, torch.Tensor]:
     """Plain PyTorch: the mean over ranks of the summed gradients."""
@@ -122,6 +128,25 @@ def test_window_is_read_and_left_as_it_is(
         assert report["history"] == reference(both)
 
 
+@pytest.mark.parametrize("zero", IN_PLACE)
+@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(("dtype", "accum_dtype"), [PRECISIONS[0], PRECISIONS[2]])
+def test_window_that_is_reduced_in_place_is_read(
+    ranks: RankPool,
+    stage: int,
+    offload: bool,
+    dtype: str,
+    accum_dtype: str | None,
+    zero: dict[str, Any],
+) -> None:
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero)
+    both = same_on_all_ranks(WINDOWS)
+    reports = ranks.run(read, config=config, windows_by_rank=both, every=True)
+    check(reports, every=True)
+    for report in reports:
+        assert report["history"] == reference(both)
+
+
 def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WINDOWS) -> None:
     so_far = [
         gradients_so_far([window[: number + 1]] * 2)
@@ -145,12 +170,20 @@ def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WI
             assert reported == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.parametrize("zero", [pytest.param({}, id="default"), *IN_PLACE])
 @pytest.mark.parametrize(("stage", "offload"), PARTITIONED_MODES)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
 def test_window_that_is_reduced_at_step_is_read(
-    ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None
+    ranks: RankPool,
+    stage: int,
+    offload: bool,
+    dtype: str,
+    accum_dtype: str | None,
+    zero: dict[str, Any],
 ) -> None:
-    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, **REDUCED_AT_STEP)
+    config = mode_config(
+        stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero, **REDUCED_AT_STEP
+    )
     both = same_on_all_ranks(WINDOWS)
     reports = ranks.run(read, config=config, windows_by_rank=both, every=True)
     check(reports, every=True)
