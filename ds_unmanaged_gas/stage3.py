@@ -406,7 +406,12 @@ def _wrap_reduce_ready(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> 
 
 def _wrap_partition_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     gradients: Stage3Gradients = attached(optimizer)
-    return gradients.partition(wrapped, *args, **kwargs)
+    buffers = gradients.partition(wrapped, *args, **kwargs)
+    # 0.17.2 empties a bucket that it has reduced, but does not set its fill level back.
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        if bucket.params is args[0]:
+            bucket.elements = 0
+    return buffers
 
 
 def _wrap_zero_grad(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:

@@ -90,6 +90,14 @@ def test_stage3_keeps_gradients_of_an_earlier_window(ranks: RankPool, windows: A
     assert is_right(ranks, windows, stage=1)
 
 
+def test_stage3_without_reduce_scatter_reduces_what_an_earlier_backward_left(
+    ranks: RankPool,
+) -> None:
+    windows, zero = windows_of([AB], [AB]), {"reduce_scatter": False}
+    assert is_right(ranks, windows, stage=3, zero=zero) == (not between("0.17.2", "0.17.2"))
+    assert is_right(ranks, windows, stage=3)
+
+
 def managed_forwards_first(windows: Any, config: dict[str, Any]) -> list[Weights]:
     engine = make_engine(config)
     history = []
