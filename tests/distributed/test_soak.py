@@ -179,6 +179,22 @@ def soak(
     return {"wrong": wrong, "counts": dict(run.counts)}
 
 
+# Other ways through the reduction: in place, by hooks of a boundary backward, in other buckets.
+ZERO_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small buckets": {"reduce_bucket_size": 16, "sub_group_size": 1},
+    "apart, overlap": {"contiguous_gradients": False, "overlap_comm": True},
+    "no scatter": {"reduce_scatter": False, "reduce_bucket_size": 40},
+}
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param(zero, id=name, marks=[pytest.mark.thorough] if zero else [])
+        for name, zero in ZERO_OPTIONS.items()
+    ],
+)
 @pytest.mark.parametrize(
     ("stage", "offload", "options"),
     [
@@ -201,8 +217,11 @@ def test_random_windows(
     options: dict[str, Any],
     dtype: str,
     accum_dtype: str | None,
+    zero: dict[str, Any],
 ) -> None:
-    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, **options)
+    if stage == 0 and zero:
+        pytest.skip("stage 0 has none of these options")
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero, **options)
     reports = ranks.run(
         soak,
         config=config,
