@@ -13,7 +13,7 @@ import torch
 from harness.counting import Collectives, Copies
 from harness.model import Layers
 from harness.pool import RankPool
-from harness.releases import DEEPSPEED
+from harness.releases import DEEPSPEED, between
 from harness.training import REDUCED_AT_STEP, make_config, make_engine, mode_config
 from packaging.version import Version
 
@@ -89,6 +89,9 @@ def test_a_window_costs_no_more_than_in_stock_modes(
     if stage == 0 and offload:
         pytest.skip("DeepSpeed has no optimizer offload at stage 0")
     accum = None if dtype == "fp32" else "bf16"
+    # Its buckets count as full for ever after their first reduction: so each parameter is reduced
+    # alone, without the copies into a bucket.
+    without_buckets = stage == 3 and between("0.17.2", "0.17.2")
     for n in COUNTS:
         results = measure_modes(ranks, stage, n, offload, dtype=dtype, accum_dtype=accum)
         ours = results["plugin"]
@@ -98,7 +101,10 @@ def test_a_window_costs_no_more_than_in_stock_modes(
         assert ours["collectives"] > 0
         for mode, counts in results.items():
             for key in ours:
-                assert ours[key] <= counts[key], (n, key, mode)
+                if without_buckets and mode == "managed" and key in ("copies", "copied bytes"):
+                    assert 2 * ours["collectives"] == counts["collectives"]
+                else:
+                    assert ours[key] <= counts[key], (n, key, mode)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["no-offload", "offload"])
