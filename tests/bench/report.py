@@ -35,8 +35,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:], ""]
 
 
-def mebibytes(number: int | None) -> str:
-    return "not measured" if number is None else f"{number / 2**20:.1f}"
+def mebibytes(number: int) -> str:
+    return f"{number / 2**20:.1f}"
 
 
 def excesses(results: Results) -> list[str]:
@@ -71,7 +71,7 @@ def costs_table(rows: list[Row]) -> list[str]:
                 str(row["collectives"]),
                 mebibytes(row["collective bytes"]),
                 str(row["copies"]),
-                *(mebibytes(row.get(key)) for key in keys),
+                *(mebibytes(row[key]) for key in keys),
             ]
             for row in rows
         ),
