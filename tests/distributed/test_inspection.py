@@ -110,43 +110,6 @@ def read(
     return report
 
 
-@pytest.mark.parametrize(
-    "every",
-    [pytest.param(False, id="last", marks=pytest.mark.thorough), pytest.param(True, id="every")],
-)
-@pytest.mark.parametrize(("stage", "offload"), MODES)
-@pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
-def test_window_is_read_and_left_as_it_is(
-    ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None, every: bool
-) -> None:
-    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
-    both = same_on_all_ranks(WINDOWS)
-    reports = ranks.run(read, config=config, windows_by_rank=both, every=every)
-    check(reports, every)
-    # Not a bit differs from a run in which nobody looked.
-    for report in reports:
-        assert report["history"] == reference(both)
-
-
-@pytest.mark.parametrize("zero", IN_PLACE)
-@pytest.mark.parametrize(("stage", "offload"), MODES)
-@pytest.mark.parametrize(("dtype", "accum_dtype"), [PRECISIONS[0], PRECISIONS[2]])
-def test_window_that_is_reduced_in_place_is_read(
-    ranks: RankPool,
-    stage: int,
-    offload: bool,
-    dtype: str,
-    accum_dtype: str | None,
-    zero: dict[str, Any],
-) -> None:
-    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero)
-    both = same_on_all_ranks(WINDOWS)
-    reports = ranks.run(read, config=config, windows_by_rank=both, every=True)
-    check(reports, every=True)
-    for report in reports:
-        assert report["history"] == reference(both)
-
-
 def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WINDOWS) -> None:
     so_far = [
         gradients_so_far([window[: number + 1]] * 2)
@@ -170,6 +133,45 @@ def check(reports: list[dict[str, Any]], every: bool, windows: list[Window] = WI
             assert reported == pytest.approx(before, rel=1e-6)
 
 
+def check_read_and_left_as_it_is(
+    ranks: RankPool, config: dict[str, Any], every: bool = True, style: str = "engine"
+) -> None:
+    both = same_on_all_ranks(WINDOWS)
+    reports = ranks.run(read, config=config, windows_by_rank=both, every=every, style=style)
+    check(reports, every)
+    # Not a bit differs from a run in which nobody looked.
+    for report in reports:
+        assert report["history"] == reference(both)
+
+
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(False, id="last", marks=pytest.mark.thorough), pytest.param(True, id="every")],
+)
+@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
+def test_window_is_read_and_left_as_it_is(
+    ranks: RankPool, stage: int, offload: bool, dtype: str, accum_dtype: str | None, every: bool
+) -> None:
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype)
+    check_read_and_left_as_it_is(ranks, config, every=every)
+
+
+@pytest.mark.parametrize("zero", IN_PLACE)
+@pytest.mark.parametrize(("stage", "offload"), MODES)
+@pytest.mark.parametrize(("dtype", "accum_dtype"), [PRECISIONS[0], PRECISIONS[2]])
+def test_window_that_is_reduced_in_place_is_read(
+    ranks: RankPool,
+    stage: int,
+    offload: bool,
+    dtype: str,
+    accum_dtype: str | None,
+    zero: dict[str, Any],
+) -> None:
+    config = mode_config(stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero)
+    check_read_and_left_as_it_is(ranks, config)
+
+
 @pytest.mark.parametrize("zero", [pytest.param({}, id="default"), *IN_PLACE])
 @pytest.mark.parametrize(("stage", "offload"), PARTITIONED_MODES)
 @pytest.mark.parametrize(("dtype", "accum_dtype"), PRECISIONS)
@@ -184,22 +186,13 @@ def test_window_that_is_reduced_at_step_is_read(
     config = mode_config(
         stage, offload, dtype=dtype, accum_dtype=accum_dtype, zero=zero, **REDUCED_AT_STEP
     )
-    both = same_on_all_ranks(WINDOWS)
-    reports = ranks.run(read, config=config, windows_by_rank=both, every=True)
-    check(reports, every=True)
-    for report in reports:
-        assert report["history"] == reference(both)
+    check_read_and_left_as_it_is(ranks, config)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torch_style_window_is_read(ranks: RankPool, stage: int) -> None:
     skip_without_torch_style(stage)
-    both = same_on_all_ranks(WINDOWS)
-    config = make_config(stage=stage)
-    reports = ranks.run(read, config=config, windows_by_rank=both, every=True, style="torch")
-    check(reports, every=True)
-    for report in reports:
-        assert report["history"] == reference(both)
+    check_read_and_left_as_it_is(ranks, make_config(stage=stage), style="torch")
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (1, True)])
