@@ -67,7 +67,7 @@ def table(releases: dict[str, Release]) -> str:
         texts += [str(sum(release["skipped"].values())), release["date"]]
         rows.append(f"| {name} | {' | '.join(texts)} |")
         for reason in release["skipped"]:
-            general = re.sub(r"^DeepSpeed [0-9.]+ ", "DeepSpeed ", reason)
+            general = re.sub(r"\bDeepSpeed [0-9.]+ ", "DeepSpeed ", reason)
             releases_by_reason[general].append(name)
     notes = [
         f"* {reason}: {spans(names, list(releases))}"
