@@ -89,8 +89,8 @@ def test_a_window_costs_no_more_than_in_stock_modes(
     if stage == 0 and offload:
         pytest.skip("DeepSpeed has no optimizer offload at stage 0")
     accum = None if dtype == "fp32" else "bf16"
-    # Its buckets count as full for ever after their first reduction: so each parameter is reduced
-    # alone, without the copies into a bucket.
+    # Stock buckets of this release never count as empty again: once full, they are passed by, and
+    # each parameter is reduced alone, without the copies into a bucket.
     without_buckets = stage == 3 and between("0.17.2", "0.17.2")
     for n in COUNTS:
         results = measure_modes(ranks, stage, n, offload, dtype=dtype, accum_dtype=accum)
