@@ -38,8 +38,10 @@ class RanksFailed(Exception):
 
 
 class RankPool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, on_double: bool = False) -> None:
         self.world_size = world_size
+        self.on_double = on_double
+        """Whether the ranks use the accelerator of double/."""
         self.num_starts = 0
         self.cells: set[str] = set()
         """The stages and offload modes of the configs that were sent, until cleared."""
@@ -62,7 +64,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=worker.main,
-                args=(theirs, rank, self.world_size, self._folder),
+                args=(theirs, rank, self.world_size, self._folder, self.on_double),
                 daemon=True,
                 name=f"rank{rank}",
             )

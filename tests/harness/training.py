@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import safe_get_full_fp32_param
@@ -166,6 +167,13 @@ def broken_update(engine: Any) -> Iterator[None]:
 def full_weights(engine: Any) -> Weights:
     """The weights that the optimizer updates, in fp32. Collective on every stage but 0."""
     optimizer = engine.optimizer
+    if isinstance(optimizer, FP16_Optimizer):
+        weights = {}
+        names = {p: n for n, p in engine.module.named_parameters()}
+        for lps, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
+            for lp, part in zip(lps, flat.split([p.numel() for p in lps])):
+                weights[names[lp]] = part.view_as(lp).tolist()
+        return weights
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         masters = {
             lp: hp

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ def log_name(rank: int) -> str:
     return f"rank{rank}.log"
 
 
-def main(pipe: Any, rank: int, world_size: int, folder: str) -> None:
+def main(pipe: Any, rank: int, world_size: int, folder: str, on_double: bool = False) -> None:
     log = os.open(Path(folder, log_name(rank)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -29,6 +30,10 @@ def main(pipe: Any, rank: int, world_size: int, folder: str) -> None:
         WORLD_SIZE=str(world_size),
         LOCAL_SIZE=str(world_size),
     )
+    from . import double
+
+    if on_double:
+        double.install()
     _initialize(rank, world_size, folder)
     modules: dict[str, ModuleType] = {}
     while True:
@@ -39,7 +44,9 @@ def main(pipe: Any, rank: int, world_size: int, folder: str) -> None:
         try:
             if where not in modules:
                 modules[where] = _load(where)
-            answer = (True, _run(getattr(modules[where], name), kwargs, plugin=plugin))
+            surroundings = double.active() if on_double else nullcontext()
+            with surroundings:
+                answer = (True, _run(getattr(modules[where], name), kwargs, plugin=plugin))
         except Exception:
             answer = (False, traceback.format_exc())
         try:
