@@ -26,6 +26,17 @@ class HostSums:
     a ``spare`` of that dtype, from which finalize() fills the target. Nothing clears either between
     windows; what decides is what this window has seen of each parameter.
     See [Note: I2, per-parameter participation].
+
+    [Note: who may touch host memory, and when]
+    Targets and spares are pinned where the user has asked for it, and then a copy between them and
+    the device is late: it belongs to the stream that it was given to. From a window's first add()
+    on they belong to the stream of the last add(), which waits for that of the one before, should
+    it be another: add() reads and writes them there only. With finalize() they become the host's,
+    and so they stay until the next window's first add(): it reads one number from the device, on a
+    stream that waits for that of the copies, so that all of them have arrived. Whatever the host
+    does to them (fill, zero, divide, the optimizer's step) comes after that or after wait(). What
+    stock code copies at stage 1, which reduces at step(), the host doesn't touch at all: it is
+    divided on the device.
     """
 
     def __init__(self, dtype: torch.dtype, target: Place, spare: Place) -> None:
@@ -41,10 +52,15 @@ class HostSums:
         # The 2-norm of each sum so far, 0-dim, on the device; None where the sum can be looked at
         # in finalize(), without moving it. Cleared by forget().
         self._norms: dict[int, torch.Tensor | None] = {}
+        # That of the copies that the host has not waited for; None if it has.
+        self._stream: Any = None
+        self.has_overflow = False
+        """Whether a sum of the last finalize() was not finite."""
 
     def add(self, key: int, grad: torch.Tensor) -> None:
-        """Add one contribution, flat, as long as the target or shorter. Does not wait for the
-        copies."""
+        """Add one contribution, flat, as long as the target or shorter. The host does not wait for
+        the copies."""
+        self.follow_stream()
         target = self._target(key).narrow(0, 0, grad.numel())
         total = grad
         if key not in self._seen:
@@ -58,7 +74,9 @@ class HostSums:
             if grad.device == into.device:
                 total = torch.add(held, grad, out=into)
             else:
-                total = held.to(grad.device, self._dtype, non_blocking=True).add_(grad)
+                # Two calls: one that converts as well reads the host's memory at once on some back
+                # ends, when what it reads may not have arrived.
+                total = held.to(grad.device, non_blocking=True).to(self._dtype).add_(grad)
                 into.copy_(total, non_blocking=True)
         self._seen.add(key)
         # Once per window would do, but only here the sum is on the device.
@@ -68,19 +86,41 @@ class HostSums:
         """Note a contribution that stock code keeps, and hands over itself."""
         self._seen.add(key)
 
+    def follow_stream(self) -> None:
+        """Order the copies of this call after earlier ones. See [Note: who may touch host memory,
+        and when]."""
+        if get_accelerator().is_synchronized_device():
+            return
+        stream = get_accelerator().current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def wait(self) -> None:
+        """Let the host wait for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._stream = None
+
     def finalize(self) -> dict[int, torch.Tensor]:
         """Make every target this window's sum: from its spare, or zero where there was no
-        contribution. Returns the norms of the sums. Host work only, after waiting for the copies to
-        the host."""
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()
-        norms = {
-            key: _norm_of(self._sum(key)) if norm is None else norm
-            for key, norm in self._norms.items()
-        }
+        contribution. Returns the norms of the sums. Host work only, after one wait for the device.
+        """
+        # See [Note: who may touch host memory, and when]
+        absent = self._dirty - self._seen
+        if self._stream is not None and self._norms:
+            order(self._stream, get_accelerator().current_stream())
+            self.has_overflow = not all_finite([n for n in self._norms.values() if n is not None])
+            self._stream = None
+        elif absent:
+            self.wait()
+        on_host = {key: _norm_of(self._sum(key)) for key, n in self._norms.items() if n is None}
+        norms = {key: on_host[key] if n is None else n for key, n in self._norms.items()}
+        if on_host:
+            self.has_overflow = not all_finite(list(on_host.values()))
         for key in self._in_spare:
             self._target(key).copy_(self._spare(key))
-        for key in self._dirty - self._seen:
+        for key in absent:
             self._target(key).zero_()
         self._dirty.clear()
         return norms
@@ -102,6 +142,13 @@ class HostSums:
         self._seen.clear()
         self._in_spare.clear()
         self._norms.clear()
+        self.has_overflow = False
+
+
+def order(earlier: Any, later: Any) -> None:
+    """Let one stream wait for what another one was given so far. The host doesn't wait."""
+    if not get_accelerator().resolves_data_dependency() and earlier != later:
+        later.wait_stream(earlier)
 
 
 def all_finite(norms: list[torch.Tensor]) -> bool:

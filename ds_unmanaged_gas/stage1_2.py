@@ -12,12 +12,13 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary, reduces_every_tile
 from .gradients import HAS_TORCH_STYLE, Gradients
-from .offload import HostSums, all_finite, divide_norms, keep_alive
+from .offload import HostSums, divide_norms, keep_alive, order
 from .patching import PatchSpec
 from .window import attached
 
@@ -51,6 +52,9 @@ COUNTED_ON = (
 def _reset_reduction(optimizer: Any) -> None:
     """Forget a reduction that an exception left half done: nothing is in a bucket, nothing counts
     as reduced."""
+    if optimizer.overlap_comm:
+        # It may still read the buckets, whose memory is free from here on.
+        order(optimizer.reduction_stream, get_accelerator().current_stream())
     if hasattr(optimizer, "ipg_buckets"):  # from 0.17.2
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear()
@@ -79,6 +83,13 @@ def _make_buckets(optimizer: Any) -> None:
     elif optimizer.contiguous_gradients and optimizer.ipg_buffer is None:
         # Made by every backward(); so run one, of a loss that reaches no parameter.
         optimizer.backward(torch.zeros((), device=optimizer.device, requires_grad=True))
+
+
+def _is_compact(optimizer: Any, group: int) -> bool:
+    """Whether stock code sums this group itself, in one flat device buffer, and hands it over at
+    the end: 0.19.8, if a 16-bit model accumulates in fp32."""
+    probe = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+    return probe is not None and bool(probe(group))
 
 
 class PartitionedGradients(Gradients):
@@ -112,6 +123,8 @@ class Stage1Gradients(PartitionedGradients):
         super().__init__(engine)
         # Only for ignore_unused_parameters: false with offload. See hand_over().
         self._unused: list[int] = []
+        # By which what goes to the host is divided on the way.
+        self._host_divisor = 1.0
         # Up to 0.18.9 a value above 1 makes stock code keep a copy of what it offloads, for the
         # backwards to come. There are none after this reduction.
         self.optimizer.gradient_accumulation_steps = 1
@@ -180,10 +193,34 @@ class Stage1Gradients(PartitionedGradients):
                 if optimizer.overlap_comm and getattr(param, name) is not None:
                     optimizer.reduce_ready_partitions_and_remove_grads(param, index)
 
+    def finalize(self, divisor: float) -> None:
+        self._host_divisor = divisor
+        try:
+            super().finalize(divisor)
+        finally:
+            self._host_divisor = 1.0
+
+    def copy(self, stock_copy: Any, param: Any, args: Any) -> None:
+        """Divide an averaged gradient before stock code takes its norm and copies it to the host,
+        which would have to wait for the copy before it could divide."""
+        if self._host_divisor != 1.0:
+            optimizer = self.optimizer
+            param_id = optimizer.get_param_id(param)
+            group, _, _, length = optimizer.grad_position[param_id]
+            if _is_compact(optimizer, group):
+                rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+                part = optimizer._get_compact_grad_partition_slice(group, rank, param_id, length)
+                part.div_(self._host_divisor)
+            else:
+                grad = optimizer.get_param_gradient_attribute(param)
+                # In the optimizer's dtype, and not in the bucket where other gradients are.
+                dtype = optimizer.single_partition_of_fp32_groups[group].grad.dtype
+                grad.data = grad.to(dtype) / self._host_divisor
+        stock_copy(param, *args)
+
     def divide(self, divisor: float) -> None:
-        super().divide(divisor)
-        if self.optimizer.cpu_offload:
-            divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
+        if not self.optimizer.cpu_offload:  # else copy() has done so
+            super().divide(divisor)
 
     def close(self) -> None:
         _release_averaged_gradients(self.optimizer)
@@ -233,12 +270,6 @@ class Stage2Gradients(PartitionedGradients):
         # Set when the first hook fills a bucket, cleared by the epilogue.
         return bool(self.optimizer.ready_for_gradients)
 
-    def _is_compact(self, group: int) -> bool:
-        """Whether stock code sums this group itself, in one flat device buffer, and hands it over
-        at the end: 0.19.8, if a 16-bit model accumulates in fp32."""
-        probe = getattr(self.optimizer, "_use_compact_grad_partition_buffer", None)
-        return probe is not None and bool(probe(group))
-
     @contextmanager
     def lend(self) -> Iterator[None]:
         optimizer = self.optimizer
@@ -263,7 +294,7 @@ class Stage2Gradients(PartitionedGradients):
                     optimizer.averaged_gradients[i] = self._flat_partition(i)
             return
         for i, params in enumerate(optimizer.params_in_partition):
-            if not self._is_compact(i) and optimizer.all_grad_tensors.get(i) is None:
+            if not _is_compact(optimizer, i) and optimizer.all_grad_tensors.get(i) is None:
                 # No backward in this window: gradients are None everywhere, which reads as zeros.
                 optimizer.all_grad_tensors[i] = optimizer.get_all_grad_tensors(
                     params, optimizer.gradient_accumulation_dtype
@@ -318,7 +349,7 @@ class Stage2OffloadGradients(Stage2Gradients):
         optimizer = self.optimizer
         param_id = optimizer.get_param_id(param)
         group, source_offset, _, length = optimizer.grad_position[param_id]
-        if self._is_compact(group):
+        if _is_compact(optimizer, group):
             stock_copy(param, *args)
             self._sums.mark(param_id)
             return
@@ -347,17 +378,21 @@ class Stage2OffloadGradients(Stage2Gradients):
         """Complete the optimizer's gradient buffer. No collective."""
         optimizer = self.optimizer
         mirror_boundary(optimizer, True)
-        if any(self._is_compact(group) for group in range(len(optimizer.params_in_partition))):
+        groups = range(len(optimizer.params_in_partition))
+        if any(_is_compact(optimizer, group) for group in groups):
             # Hands over what copy() left to stock code. (0.19.4 has it for no offload at all.)
             optimizer.finalize_gradient_accumulation_boundary()
+            self._sums.follow_stream()
         optimizer.norm_for_param_grads.update(self._sums.finalize())
 
     def check_overflow(self) -> None:
-        norms = self.optimizer.norm_for_param_grads
-        if not all_finite([norms[key] for key in self._sums.seen() if key in norms]):
+        # Of what stock code sums and hands over it has seen an overflow itself.
+        if self._sums.has_overflow:
             self.optimizer.local_overflow = True
 
     def divide(self, divisor: float) -> None:
+        # On the host. What stock code copies in hand_over() nobody has waited for yet.
+        self._sums.wait()
         super().divide(divisor)
         divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
 
@@ -407,7 +442,7 @@ def _wrap_reduce_independent(wrapped: Any, optimizer: Any, args: Any, kwargs: An
 
 
 def _wrap_copy_grads_in_partition(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    gradients: Stage2OffloadGradients = attached(optimizer)
+    gradients: Stage1Gradients | Stage2OffloadGradients = attached(optimizer)
     return gradients.copy(wrapped, args[0], args[1:])
 
 
@@ -466,9 +501,10 @@ def patches() -> tuple[PatchSpec, ...]:
             DeepSpeedZeroOptimizer,
             "copy_grads_in_partition",
             "stage 2 with offload: stock decides by global counters whether to keep, add or hand "
-            "over, loses micro-batches up to 0.18.9, and never clears what an earlier window left",
+            "over, loses micro-batches up to 0.18.9, and never clears what an earlier window left; "
+            "stage 1 with offload: what a window is divided by divides before the copy to the host",
             _wrap_copy_grads_in_partition,
-            on_objects=_of(Stage2OffloadGradients),
+            on_objects=lambda optimizer: bool(optimizer.cpu_offload),
         ),
         PatchSpec(
             DeepSpeedZeroOptimizer,

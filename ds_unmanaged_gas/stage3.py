@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from .compat import mirror_boundary
 from .gradients import Gradients
-from .offload import HostSums, all_finite, divide_norms, keep_alive
+from .offload import HostSums, divide_norms, keep_alive, order
 from .patching import PatchSpec, always
 from .window import attached
 
@@ -49,6 +49,10 @@ def _coordinator_of(optimizer: Any) -> Any:
     get = optimizer.parameter_offload.get_param_coordinator
     # Up to some 0.16 there is another one for evaluation.
     return get(training=True) if "training" in inspect.signature(get).parameters else get()
+
+
+def _current_stream() -> Any:
+    return get_accelerator().current_stream()
 
 
 def _drop_grad(param: Any) -> None:
@@ -206,12 +210,20 @@ class Stage3Gradients(Gradients):
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Stay in the order of the stream that writes the partition buffer everywhere else."""
-        stream = self.optimizer.reduce_and_partition_stream
+        """Write the partition buffer on the stream that owns it.
+
+        [Note: who owns the partition buffer of stage 3]
+        With overlap_comm stock code reduces, copies and adds on a stream of its own, and looks for
+        overflows there; the optimizer and everyone else reads on the current stream. Stock code
+        joins the two in every epilogue. What is done beside that, zeroing and dividing, comes after
+        what the current stream was given so far (the last update may still be reading), and before
+        what it is given next.
+        """
+        stream, current = self.optimizer.reduce_and_partition_stream, _current_stream()
+        order(current, stream)
         with get_accelerator().stream(stream):
             yield
-        if not get_accelerator().resolves_data_dependency():
-            stream.synchronize()
+        order(stream, current)
 
     def _replay(self, ds_ids: list[int]) -> None:
         """Contribute zero gradients of these parameters."""
@@ -232,6 +244,10 @@ class Stage3Gradients(Gradients):
 
     def final(self) -> Iterable[torch.Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
+
+    def divide(self, divisor: float) -> None:
+        with self._on_stream():
+            super().divide(divisor)
 
     def close(self) -> None:
         self._local.clear()
@@ -327,6 +343,8 @@ class Stage3OffloadGradients(Stage3Gradients):
     def finalize(self, divisor: float) -> None:
         if divisor != 1.0:
             # What goes to NVMe has to be divided before hand_over() writes it there.
+            if self._seen and not get_accelerator().is_synchronized_device():
+                self.optimizer.reduce_and_partition_stream.synchronize()  # it copies to the host
             for ds_id in self._seen:
                 self._spare(ds_id).div_(divisor)
             for ds_id, total in self._local.items():
@@ -340,7 +358,9 @@ class Stage3OffloadGradients(Stage3Gradients):
         return [group.grad for index, group in groups if not on_nvme(index)]
 
     def divide(self, divisor: float) -> None:
-        super().divide(divisor)
+        # On the host, for which finalize() of the sums has waited.
+        for tensor in self.final():
+            tensor.div_(divisor)
         divide_norms(self.optimizer, self._host_keys(), divisor)
 
     def _host_keys(self) -> list[int]:
@@ -363,9 +383,9 @@ class Stage3OffloadGradients(Stage3Gradients):
             optimizer.norm_for_param_grads[key] = norm
 
     def check_overflow(self) -> None:
-        norms = self.optimizer.norm_for_param_grads
-        if not all_finite([norms[key] for key in self._host_keys()]):
-            self.optimizer.inf_or_nan_tracker.fill_(True)
+        if self._sums.has_overflow:
+            with self._on_stream():  # where stock code looks at it
+                self.optimizer.inf_or_nan_tracker.fill_(True)
             self._clear_spares()
 
     def tell_overflow(self) -> Iterable[torch.Tensor]:
@@ -383,6 +403,7 @@ class Stage3OffloadGradients(Stage3Gradients):
 
     def discard(self) -> None:
         self.optimizer.reset_cpu_buffers()  # the norms
+        self._sums.wait()
         self._clear_spares()
         super().discard()
 
