@@ -45,6 +45,13 @@ _SMALL = 1024
 """Elements of a gradient that is copied to have its norm taken together with others."""
 
 
+def scale_of(optimizer: Any) -> float:
+    """The loss scale of one of DeepSpeed's optimizers. None where there is nothing to scale: so
+    says FP16_Optimizer of a bf16 model."""
+    scale = optimizer.loss_scale
+    return 1.0 if scale is None else float(scale)
+
+
 class Gradients:
     """The gradients of one unmanaged engine. Subclasses say where they are and how they reach the
     optimizer; this one leaves them in ``param.grad`` and reduces them all at step().
@@ -201,11 +208,16 @@ class BareGradients(Gradients):
             engine.fp16_enabled() or engine.bfloat16_enabled()
         ):
             return None  # stock code reads all gradients for a norm to clip by, and that is it
-        return self._norm() / self.loss_scale()
+        norm, scaler = self._norm(), self._scaler()
+        # On the device, where get_scale() would wait for it.
+        return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def loss_scale(self) -> float:
-        scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
-        return float(scaler.get_scale()) if scaler else 1.0
+        scaler = self._scaler()
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _scaler(self) -> Any:
+        return getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
 
 
 class LossScaledGradients(Gradients):
@@ -262,7 +274,7 @@ class LossScaledGradients(Gradients):
         return self._sums.get(param, param.grad)
 
     def loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale)
+        return scale_of(self.optimizer)
 
     def _scale(self) -> float:
         # Up to 0.18.2 their backward() is called. A release that mends this would give them
@@ -379,8 +391,12 @@ def _wrap_get_grads_for_norm(wrapped: Any, optimizer: Any, args: Any, kwargs: An
 
 def _wrap_bf16_step(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    if optimizer._global_grad_norm <= 2 * _TINY_NORM:
-        optimizer._global_grad_norm = torch.zeros_like(optimizer._global_grad_norm)
+    norm = optimizer._global_grad_norm
+    if isinstance(norm, torch.Tensor):
+        # On the device: an `if` would wait for the update, where stock code does not.
+        optimizer._global_grad_norm = norm.masked_fill(norm <= 2 * _TINY_NORM, 0.0)
+    elif norm <= 2 * _TINY_NORM:  # with experts, and infinite in 0.19.8 after an overflow
+        optimizer._global_grad_norm = 0.0
     return result
 
 
