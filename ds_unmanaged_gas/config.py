@@ -16,11 +16,6 @@ from .errors import UnsupportedConfigError
 FLAG = "managed_gradient_accumulation"
 BLOCK = "unmanaged_gradient_accumulation"
 
-AGAINST_MUON = (
-    "Muon: up to 0.19.7 ZeRO-3 orthogonalizes every micro-batch instead of their sum, and no stage "
-    "was verified with it; use another optimizer"
-)
-
 _COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
@@ -159,14 +154,30 @@ def _against_engine(ds_config: Any, is_pipeline: bool) -> Iterator[str]:
         yield 'Apex AMP: it unscales inside backward(); use "bf16", "fp16" or "torch_autocast"'
     if getattr(ds_config, "eigenvalue_enabled", False):
         yield 'eigenvalue: it differentiates through backward(); set "eigenvalue.enabled" to false'
-    optimizer_name = str(getattr(ds_config, "optimizer_name", None)).lower()
-    if optimizer_name in _COMPRESSED_OPTIMIZERS:
+    if getattr(ds_config, "graph_harvesting", False):
         yield (
-            f"optimizer {optimizer_name}: it communicates inside the optimizer, on gradients that "
-            "were never averaged; use another optimizer"
+            "graph_harvesting: its graph goes on reading the memory of the first window's "
+            'gradients, which step() gives back; set "graph_harvesting" to false'
         )
-    if "muon" in optimizer_name:
-        yield AGAINST_MUON
+    against = against_optimizer(str(getattr(ds_config, "optimizer_name", None)))
+    if against is not None:
+        yield against
+
+
+def against_optimizer(name: str) -> str | None:
+    """The same for an optimizer of this name, in the ds_config or of a class."""
+    name = name.lower()
+    if name in _COMPRESSED_OPTIMIZERS:
+        return (
+            f"optimizer {name}: it communicates inside the optimizer, on gradients that were never "
+            "averaged; use another optimizer"
+        )
+    if "muon" in name:
+        return (
+            "Muon: up to 0.19.7 ZeRO-3 orthogonalizes every micro-batch instead of their sum, and "
+            "no stage was verified with it; use another optimizer"
+        )
+    return None
 
 
 def _against_zero(zero: Any) -> Iterator[str]:

@@ -75,10 +75,12 @@ class UnmanagedEngine:
                 f"{type(engine.optimizer).__qualname__}, whose gradients are not known here; use "
                 "ZeRO stages 0 to 3 as DeepSpeed builds them, or remove the flag"
             )
-        if "muon" in type(engine.basic_optimizer).__name__.lower():  # the caller's own
-            raise UnsupportedConfigError(
-                f'"{config.FLAG}": false is not supported with {config.AGAINST_MUON}'
-            )
+        for kind in type(engine.basic_optimizer).__mro__:  # it may be the caller's own
+            against = config.against_optimizer(kind.__name__)
+            if against is not None:
+                raise UnsupportedConfigError(
+                    f'"{config.FLAG}": false is not supported with {against}'
+                )
         folding = getattr(engine, "_autoep_folding_spec", None)
         if folding is not None and folding.tp_size > 1:
             raise UnsupportedConfigError(

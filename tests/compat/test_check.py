@@ -74,6 +74,8 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "a string": ({"managed_gradient_accumulation": "false"}, ["'false' is not a boolean"]),
     "an option": (FLAG | {BLOCK: {"gradient_scale": "mean"}}, ["'mean'", "num_items"]),
     "MiCS": (FLAG | {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, ["mics_shard_size"]),
+    # From 0.19.8 on DeepSpeed refuses it.
+    "a graph": (FLAG | {"graph_harvesting": True}, ["graph_harvesting", "refused"]),
     "DeepSpeed": ({"zero_optimization": {"stage": 7}}, ["refused by DeepSpeed: ", "stage"]),
     "no object": ([1], ["not a JSON object"]),
 }

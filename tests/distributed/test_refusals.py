@@ -93,15 +93,21 @@ REFUSED: dict[str, dict[str, Any]] = {
     "DeepCompile": {"compile": {"deepcompile": True}},
     "ZenFlow": {"zero": {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.5}}},
     "SuperOffload": {"zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+    "graph_harvesting": {"graph_harvesting": True},
 }
 
-SINCE = {"DeepCompile": "0.16.6", "ZenFlow": "0.17.5", "SuperOffload": "0.18.0"}
+RELEASES: dict[str, tuple[str, str | None]] = {
+    "DeepCompile": ("0.16.6", None),
+    "ZenFlow": ("0.17.5", None),
+    "SuperOffload": ("0.18.0", None),
+    "graph_harvesting": ("0.15.0", "0.19.7"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(ranks: RankPool, name: str) -> None:
     options = REFUSED[name]
-    if not between(SINCE[name]):
+    if not between(*RELEASES[name]):
         pytest.skip(f"DeepSpeed {DEEPSPEED} has no {name}")
     stage = 3 if name == "SuperOffload" else 2
     for bases, text, _, _ in ranks.run(initialize, config=make_config(stage=stage, **options)):
@@ -109,6 +115,68 @@ def test_refused_with_the_reason(ranks: RankPool, name: str) -> None:
         assert "AssertionError" in bases
         assert '"managed_gradient_accumulation": false is not supported with' in text
         assert name in text
+
+
+def managed_with_a_graph() -> str:
+    """Control: managed engines go on as they are."""
+    engine = make_engine(make_config(stage=2, unmanaged=False, **REFUSED["graph_harvesting"]))
+    name = type(engine.optimizer).__name__
+    engine.destroy()
+    return name
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_graph_harvesting_of_a_managed_engine(ranks: RankPool, plugin: bool) -> None:
+    if not between(*RELEASES["graph_harvesting"]):
+        pytest.skip(f"DeepSpeed {DEEPSPEED} has no graph_harvesting")
+    expected = ["DeepSpeedZeroOptimizer"] * 2
+    assert ranks.run(managed_with_a_graph, plugin=plugin) == expected
+
+
+ONE_BIT = {"OnebitAdam": "adam", "ZeroOneAdam": "zoadam", "OnebitLamb": "lamb"}
+
+
+def give_optimizer(name: str, derived: bool, unmanaged: bool) -> tuple[str, str]:
+    """The error of deepspeed.initialize() with an optimizer object of the caller's."""
+    import importlib
+
+    import torch
+
+    module = importlib.import_module(f"deepspeed.runtime.fp16.onebit.{ONE_BIT[name]}")
+    kind = getattr(module, name)
+    if derived:
+        kind = type("Derived", (kind,), {})
+
+    def make_optimizer(parameters: Any) -> Any:
+        # The real class, but for its back ends of communication, which want cupy or MPI.
+        optimizer = kind.__new__(kind)
+        torch.optim.Optimizer.__init__(optimizer, parameters, {"lr": 0.125})
+        return optimizer
+
+    config = make_config(stage=0, unmanaged=unmanaged)
+    try:
+        make_engine(config, optimizer=make_optimizer).destroy()
+    except Exception as error:
+        return "/".join(c.__name__ for c in type(error).__mro__), str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_one_bit_optimizer_of_the_caller_is_refused(
+    ranks: RankPool, name: str, derived: bool
+) -> None:
+    """In the words that refuse its name in the ds_config."""
+    if not between("0.15.0", "0.19.6"):
+        pytest.skip(f"DeepSpeed {DEEPSPEED} has no 1-bit optimizers")
+    from ds_unmanaged_gas.config import against_optimizer
+
+    managed = ranks.run(give_optimizer, name=name, derived=derived, unmanaged=False, plugin=False)
+    assert managed == [("", "")] * 2
+    for bases, text in ranks.run(give_optimizer, name=name, derived=derived, unmanaged=True):
+        assert "UnsupportedConfigError" in bases
+        assert str(against_optimizer(name)) in text
+        assert f"optimizer {name.lower()}: it communicates" in text
 
 
 def test_pipeline_is_refused(ranks: RankPool) -> None:

@@ -53,6 +53,7 @@ REFUSED = {
     "eigenvalue": ds_config(eigenvalue_enabled=True),
     "Muon": ds_config(optimizer_name="Muon"),
     "optimizer onebitadam": ds_config(optimizer_name="OneBitAdam"),
+    "graph_harvesting": ds_config(graph_harvesting=True),
 }
 
 
