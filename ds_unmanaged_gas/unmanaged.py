@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import logger
 
@@ -388,7 +389,7 @@ class UnmanagedEngine:
             total.add_(local.view_as(total))  # some sums are flat
         if self.gradients.averages_over_ranks():
             dist.all_reduce(total, group=engine.seq_data_parallel_group)
-            total.div_(engine.dp_world_size)
+            total.div_(_ranks_averaged(engine))
         return total
 
     def preview(self) -> None:
@@ -436,7 +437,7 @@ class UnmanagedEngine:
                     "engine.zero_grad(), or give step(denominator=...)"
                 )
         # Undoes the mean over ranks.
-        return total / float(engine.dp_world_size)
+        return total / _ranks_averaged(engine)
 
     @contextmanager
     def _clipping(self, engine: Any) -> Iterator[None]:
@@ -550,11 +551,46 @@ _FAILED_READING = "an exception while its gradients were read"
 _CALLS = ("forward()", "backward()", "step()", "grad_norm()")
 
 
+def _ranks_averaged(engine: Any) -> float:
+    """What a reduction of gradients divides by. (engine.dp_world_size is None with the mpu of
+    Ulysses, from 0.17.0 on.)"""
+    world_size = dist.get_world_size(group=engine.seq_data_parallel_group)
+    return float(world_size / engine.sequence_parallel_size)
+
+
+# Of a sum on a device without float64: its largest number, and the parts of a whole it can tell.
+_LARGEST = 2**54
+_PARTS = 2**40
+
+
 def _sum_over_ranks(engine: Any, numbers: list[float], group: Any) -> list[float]:
-    """Collective: one all-reduce over the group, or over all ranks if it is None."""
-    total = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
+    """Sums of numbers that are not negative. Whole ones are exact up to 2**53, whether or not the
+    device has float64; without it others are rounded to 2**-40 on each rank.
+
+    Collective: one all-reduce over the group, or over all ranks if it is None. Without float64
+    raises WindowArgumentError on every rank if a sum is 2**54 or more.
+    """
+    if _has_float64():
+        total = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
+        dist.all_reduce(total, group=group)
+        return [float(number) for number in total.tolist()]
+    # fp32 has 24 bits. So as integers: first the wholes, then what is left of each.
+    split = [divmod(min(number, _LARGEST), 1) for number in numbers]
+    parts = [int(whole) for whole, _ in split] + [round(rest * _PARTS) for _, rest in split]
+    total = torch.tensor(parts, dtype=torch.int64, device=engine.device)
     dist.all_reduce(total, group=group)
-    return [float(number) for number in total.tolist()]
+    wholes, rests = total[: len(numbers)].tolist(), total[len(numbers) :].tolist()
+    if max(wholes) >= _LARGEST:
+        raise WindowArgumentError(
+            f"{max(wholes)} items or more in all: this device has no float64 and can't count them; "
+            "count in larger units"
+        )
+    return [float(whole + rest / _PARTS) for whole, rest in zip(wholes, rests)]
+
+
+def _has_float64() -> bool:
+    ask = getattr(get_accelerator(), "is_fp64_supported", None)  # from 0.19.6
+    return ask is None or bool(ask())
 
 
 def _prime_grad_scalers(engine: Any) -> None:
