@@ -146,6 +146,8 @@ def _wrap_forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state: UnmanagedEngine | None = attached(engine)
     if state is not None and engine.zero_optimization_partition_weights():
         state.announce(engine, "forward()")  # it gathers parameters
+    if state is not None:
+        state.time_forward(engine)
     outputs = wrapped(*args, **kwargs)
     if state is not None and not gradients.HAS_TORCH_STYLE and torch.is_grad_enabled():
         for output in tree_leaves(outputs):

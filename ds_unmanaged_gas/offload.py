@@ -5,7 +5,8 @@ Shared by the stage 2 and stage 3 paths. Stage 1 needs none of it: it reduces on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +32,11 @@ class HostSums:
     Targets and spares are pinned where the user has asked for it, and then a copy between them and
     the device is late: it belongs to the stream that it was given to. From a window's first add()
     on they belong to the stream of the last add(), which waits for that of the one before, should
-    it be another: add() reads and writes them there only. With finalize() they become the host's,
-    and so they stay until the next window's first add(): it reads one number from the device, on a
-    stream that waits for that of the copies, so that all of them have arrived. Whatever the host
-    does to them (fill, zero, divide, the optimizer's step) comes after that or after wait(). What
-    stock code copies at stage 1, which reduces at step(), the host doesn't touch at all: it is
-    divided on the device.
+    it be another: add() reads and writes them there only. Whatever the host does to them (fill,
+    zero, divide) comes after wait(). Before the optimizer reads them the host has read a number
+    that the device computes after the copies, the norm or the overflow flag, as in managed mode.
+    What stock code copies at stage 1, which reduces at step(), the host doesn't touch at all: it
+    is divided on the device.
     """
 
     def __init__(self, dtype: torch.dtype, target: Place, spare: Place) -> None:
@@ -52,78 +52,95 @@ class HostSums:
         # The 2-norm of each sum so far, 0-dim, on the device; None where the sum can be looked at
         # in finalize(), without moving it. Cleared by forget().
         self._norms: dict[int, torch.Tensor | None] = {}
-        # That of the copies that the host has not waited for; None if it has.
+        # That of the copies that the host has not waited for, and a point in it behind the last of
+        # them; None if it has.
         self._stream: Any = None
-        self.has_overflow = False
-        """Whether a sum of the last finalize() was not finite."""
+        self._copied: Any = None
 
-    def add(self, key: int, grad: torch.Tensor) -> None:
-        """Add one contribution, flat, as long as the target or shorter. The host does not wait for
-        the copies."""
-        self.follow_stream()
+    def add(self, contributions: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Add one contribution of each of these parameters, flat, as long as its target or shorter.
+        The host does not wait for the copies."""
+        on_device: dict[int, torch.Tensor] = {}
+        with self.copying():
+            for key, grad in contributions:
+                total = self._add(key, grad)
+                self._norms[key] = None
+                if total.device != self._target(key).device:
+                    on_device[key] = total
+        if on_device:
+            # Once per window would do, but only here the sums are on the device.
+            self._norms.update(zip(on_device, _norms_of(list(on_device.values()))))
+
+    def _add(self, key: int, grad: torch.Tensor) -> torch.Tensor:
+        """Add one contribution. Returns the sum."""
         target = self._target(key).narrow(0, 0, grad.numel())
-        total = grad
         if key not in self._seen:
+            self._seen.add(key)
             target.copy_(grad, non_blocking=True)
-        else:
-            held = into = target
-            if target.dtype != self._dtype:
-                into = self._spare(key).narrow(0, 0, grad.numel())
-                held = into if key in self._in_spare else target
-                self._in_spare.add(key)
-            if grad.device == into.device:
-                total = torch.add(held, grad, out=into)
-            else:
-                # Two calls: one that converts as well reads the host's memory at once on some back
-                # ends, when what it reads may not have arrived.
-                total = held.to(grad.device, non_blocking=True).to(self._dtype).add_(grad)
-                into.copy_(total, non_blocking=True)
-        self._seen.add(key)
-        # Once per window would do, but only here the sum is on the device.
-        self._norms[key] = None if total.device == target.device else _norm_of(total)
+            return grad
+        held = into = target
+        if target.dtype != self._dtype:
+            into = self._spare(key).narrow(0, 0, grad.numel())
+            held = into if key in self._in_spare else target
+            self._in_spare.add(key)
+        if grad.device == into.device:
+            return torch.add(held, grad, out=into)
+        # Two calls: one that converts as well reads the host's memory at once on some back ends,
+        # when what it reads may not have arrived.
+        total = held.to(grad.device, non_blocking=True).to(self._dtype).add_(grad)
+        into.copy_(total, non_blocking=True)
+        return total
 
     def mark(self, key: int) -> None:
         """Note a contribution that stock code keeps, and hands over itself."""
         self._seen.add(key)
 
-    def follow_stream(self) -> None:
-        """Order the copies of this call after earlier ones. See [Note: who may touch host memory,
-        and when]."""
-        if get_accelerator().is_synchronized_device():
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Surround copies to the host, and order them after earlier ones. See [Note: who may touch
+        host memory, and when]."""
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            yield
             return
-        stream = get_accelerator().current_stream()
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+        stream = accelerator.current_stream()
+        if self._stream is not None:
+            order(self._stream, stream)
         self._stream = stream
+        try:
+            yield
+        finally:
+            if self._copied is None:
+                self._copied = accelerator.Event()
+            self._copied.record(stream)
 
     def wait(self) -> None:
-        """Let the host wait for the copies."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            self._stream = None
+        """Let the host wait for the copies, if they are still under way."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        self._stream = self._copied = None
 
-    def finalize(self) -> dict[int, torch.Tensor]:
+    def norms(self) -> dict[int, torch.Tensor]:
+        """The 2-norm of each parameter's sum, for the current stream. The host does not wait."""
+        if self._stream is not None:
+            order(self._stream, get_accelerator().current_stream())
+        return {
+            key: _norms_of([self._sum(key)])[0] if norm is None else norm
+            for key, norm in self._norms.items()
+        }
+
+    def finalize(self) -> None:
         """Make every target this window's sum: from its spare, or zero where there was no
-        contribution. Returns the norms of the sums. Host work only, after one wait for the device.
-        """
+        contribution. Host work only; if there is any it waits for the copies to the host."""
         # See [Note: who may touch host memory, and when]
         absent = self._dirty - self._seen
-        if self._stream is not None and self._norms:
-            order(self._stream, get_accelerator().current_stream())
-            self.has_overflow = not all_finite([n for n in self._norms.values() if n is not None])
-            self._stream = None
-        elif absent:
+        if absent or self._in_spare:
             self.wait()
-        on_host = {key: _norm_of(self._sum(key)) for key, n in self._norms.items() if n is None}
-        norms = {key: on_host[key] if n is None else n for key, n in self._norms.items()}
-        if on_host:
-            self.has_overflow = not all_finite(list(on_host.values()))
         for key in self._in_spare:
             self._target(key).copy_(self._spare(key))
         for key in absent:
             self._target(key).zero_()
         self._dirty.clear()
-        return norms
 
     def _sum(self, key: int) -> torch.Tensor:
         return self._spare(key) if key in self._in_spare else self._target(key)
@@ -142,7 +159,6 @@ class HostSums:
         self._seen.clear()
         self._in_spare.clear()
         self._norms.clear()
-        self.has_overflow = False
 
 
 def order(earlier: Any, later: Any) -> None:
@@ -169,9 +185,23 @@ def keep_alive(grad: torch.Tensor) -> None:
         grad.record_stream(get_accelerator().current_stream())
 
 
-def _norm_of(grad: torch.Tensor) -> torch.Tensor:
+def _norms_of(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Their 2-norms, by few kernels."""
     # As stock code takes the norms of offloaded gradients; up to 0.18 it did not ask.
     has_fp64 = getattr(get_accelerator(), "is_fp64_supported", lambda: True)
     dtype = torch.float64 if has_fp64() else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
-    return norm
+    if _FOREACH_NORM_TAKES_DTYPE:
+        return list(torch._foreach_norm(grads, 2, dtype))
+    return [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads]
+
+
+def _foreach_norm_takes_dtype() -> bool:
+    try:
+        torch._foreach_norm([torch.zeros(1)], 2, torch.float64)
+    except TypeError:
+        return False
+    return True
+
+
+_FOREACH_NORM_TAKES_DTYPE = _foreach_norm_takes_dtype()
+"""Not in every torch that the oldest releases of DeepSpeed work with."""

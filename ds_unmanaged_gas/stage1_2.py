@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary, reduces_every_tile
 from .gradients import HAS_TORCH_STYLE, Gradients
-from .offload import HostSums, divide_norms, keep_alive, order
+from .offload import HostSums, all_finite, divide_norms, keep_alive, order
 from .patching import PatchSpec
 from .window import attached
 
@@ -343,6 +343,8 @@ class Stage2OffloadGradients(Stage2Gradients):
         dtype = self.optimizer.gradient_accumulation_dtype
         self._sums = HostSums(dtype, self._target, self._spare)
         self._spares: dict[int, torch.Tensor] = {}
+        # Of the window that is handed over.
+        self._has_overflow = False
 
     def copy(self, stock_copy: Any, param: Any, args: Any) -> None:
         """Take the averaged gradient of a parameter that this rank owns a part of."""
@@ -355,7 +357,7 @@ class Stage2OffloadGradients(Stage2Gradients):
             return
         full: torch.Tensor = optimizer.get_param_gradient_attribute(param)
         owned = full.detach().view(-1).narrow(0, source_offset, length)
-        self._sums.add(param_id, owned)
+        self._sums.add([(param_id, owned)])
         keep_alive(full)
         optimizer.clear_grad_attribute(param)
 
@@ -381,13 +383,17 @@ class Stage2OffloadGradients(Stage2Gradients):
         groups = range(len(optimizer.params_in_partition))
         if any(_is_compact(optimizer, group) for group in groups):
             # Hands over what copy() left to stock code. (0.19.4 has it for no offload at all.)
-            optimizer.finalize_gradient_accumulation_boundary()
-            self._sums.follow_stream()
-        optimizer.norm_for_param_grads.update(self._sums.finalize())
+            with self._sums.copying():
+                optimizer.finalize_gradient_accumulation_boundary()
+        norms = self._sums.norms()
+        optimizer.norm_for_param_grads.update(norms)
+        # A wait, by which the copies have arrived that finalize() would wait for.
+        self._has_overflow = not all_finite(list(norms.values()))
+        self._sums.finalize()
 
     def check_overflow(self) -> None:
         # Of what stock code sums and hands over it has seen an overflow itself.
-        if self._sums.has_overflow:
+        if self._has_overflow:
             self.optimizer.local_overflow = True
 
     def divide(self, divisor: float) -> None:

@@ -31,7 +31,6 @@ COUNTED_ON = (
         DeepSpeedZeroOptimizer_Stage3,
         (
             "backward",
-            "independent_gradient_partition_epilogue",
             "clear_backward_seen_flag",
             "reset_cpu_buffers",
             "_get_norm_groups",
@@ -197,8 +196,7 @@ class Stage3Gradients(Gradients):
         if not self.reduces_in_backward:
             self._reduce()
         absent = self._dirty - self._seen
-        with self._on_stream():
-            self._replay(sorted(absent))
+        self._replay(sorted(absent))
         # The replay went through partition() as a contribution; it is none.
         self._seen -= absent
         self._dirty -= absent
@@ -228,18 +226,20 @@ class Stage3Gradients(Gradients):
     def _replay(self, ds_ids: list[int]) -> None:
         """Contribute zero gradients of these parameters."""
         params = [self._params[ds_id] for ds_id in ds_ids]
-        for param in params:
-            if param.grad is None:  # up to 0.16.5 a GPU stream is recorded on it
-                param.grad = torch.empty_like(param)
-        zeros = [
-            torch.zeros(
-                p.partition_numel(),
-                dtype=self.optimizer.gradient_accumulation_dtype,
-                device=get_accelerator().current_device_name(),
-            )
-            for p in params
-        ]
-        if params:
+        if not params:
+            return
+        with self._on_stream():
+            for param in params:
+                if param.grad is None:  # up to 0.16.5 a GPU stream is recorded on it
+                    param.grad = torch.empty_like(param)
+            zeros = [
+                torch.zeros(
+                    p.partition_numel(),
+                    dtype=self.optimizer.gradient_accumulation_dtype,
+                    device=get_accelerator().current_device_name(),
+                )
+                for p in params
+            ]
             self.optimizer.partition_grads(params, zeros)
 
     def final(self) -> Iterable[torch.Tensor]:
@@ -309,16 +309,21 @@ class Stage3OffloadGradients(Stage3Gradients):
         super().__init__(engine, at_step=at_step)
         dtype = self.optimizer.gradient_accumulation_dtype
         self._sums = HostSums(dtype, self._target, self._spare)
+        # Of the window that is handed over.
+        self._norms: dict[int, torch.Tensor] = {}
+        # To be told of an overflow without a wait. Stock code takes it to the device in any case.
+        self.optimizer.inf_or_nan_tracker = self.optimizer.inf_or_nan_tracker.to(
+            get_accelerator().current_device_name()
+        )
 
     def partition(self, wrapped: Any, params: Any, partitions: Any) -> list[torch.Tensor]:
         """Take each parameter's averaged partition."""
-        on_nvme: list[tuple[Any, torch.Tensor]] = []
-        for param, grad in zip(params, partitions):
-            if self._is_on_nvme(param):
-                on_nvme.append((param, grad))
-                continue
-            if grad.numel() > 0:  # else this rank's part of the parameter is padding only
-                self._sums.add(param.ds_id, grad)
+        pairs = list(zip(params, partitions))
+        on_nvme = [(param, grad) for param, grad in pairs if self._is_on_nvme(param)]
+        on_host = [(param, grad) for param, grad in pairs if not self._is_on_nvme(param)]
+        # Without an element this rank's part of the parameter is padding only.
+        self._sums.add((param.ds_id, grad) for param, grad in on_host if grad.numel() > 0)
+        for param, _ in on_host:
             _drop_grad(param)
         if on_nvme:
             super().partition(wrapped, [p for p, _ in on_nvme], [g for _, g in on_nvme])
@@ -358,7 +363,7 @@ class Stage3OffloadGradients(Stage3Gradients):
         return [group.grad for index, group in groups if not on_nvme(index)]
 
     def divide(self, divisor: float) -> None:
-        # On the host, for which finalize() of the sums has waited.
+        self._sums.wait()
         for tensor in self.final():
             tensor.div_(divisor)
         divide_norms(self.optimizer, self._host_keys(), divisor)
@@ -375,18 +380,20 @@ class Stage3OffloadGradients(Stage3Gradients):
             self._reduce()
         # One more backward with zero gradients, at the boundary: stock code then does all that it
         # does there with NVMe. It overwrites what an earlier window left of absent parameters.
-        with self._on_stream():
-            self._replay(sorted(self._seen | self._dirty))
+        self._replay(sorted(self._seen | self._dirty))
         self._dirty.clear()
-        for ds_id, norm in self._sums.finalize().items():
+        self._norms = self._sums.norms()
+        for ds_id, norm in self._norms.items():
             key = optimizer.get_param_id(self._params[ds_id])
             optimizer.norm_for_param_grads[key] = norm
+        self._sums.finalize()
 
     def check_overflow(self) -> None:
-        if self._sums.has_overflow:
-            with self._on_stream():  # where stock code looks at it
-                self.optimizer.inf_or_nan_tracker.fill_(True)
-            self._clear_spares()
+        norms = list(self._norms.values())
+        if norms and self.optimizer.dtype == torch.float16:  # else stock code looks for none
+            with self._on_stream():  # where stock code does
+                overflow = torch.stack(norms).isfinite().all().logical_not()
+                self.optimizer.inf_or_nan_tracker.logical_or_(overflow)
 
     def tell_overflow(self) -> Iterable[torch.Tensor]:
         norms: Iterable[torch.Tensor] = self.optimizer.norm_for_param_grads.values()
@@ -396,6 +403,12 @@ class Stage3OffloadGradients(Stage3Gradients):
         """Leave no overflow in the buffer that stock code searches for them in every step."""
         for ds_id in self._sums.in_spare():
             self._spare(ds_id).zero_()
+
+    def close(self) -> None:
+        if self.optimizer.overflow:
+            self._sums.wait()
+            self._clear_spares()
+        super().close()
 
     def forget(self) -> None:
         super().forget()
@@ -435,6 +448,13 @@ def _wrap_partition_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) 
     return buffers
 
 
+def _wrap_epilogue(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    gradients: Stage3Gradients = attached(optimizer)
+    if gradients.keeps:
+        return None  # nothing was reduced
+    return wrapped(*args, **kwargs)
+
+
 def _wrap_zero_grad(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     gradients: Stage3Gradients = attached(optimizer)
     gradients.close()
@@ -458,6 +478,13 @@ def patches() -> tuple[PatchSpec, ...]:
             "reduce_ready_partitions_and_remove_grads",
             'keeps gradients for step(), if "reduction" is "step"',
             _wrap_reduce_ready,
+            on_objects=lambda optimizer: attached(optimizer).keeps,
+        ),
+        PatchSpec(
+            DeepSpeedZeroOptimizer_Stage3,
+            "independent_gradient_partition_epilogue",
+            'with "reduction": "step" stock would wait for a reduction after each backward',
+            _wrap_epilogue,
             on_objects=lambda optimizer: attached(optimizer).keeps,
         ),
         PatchSpec(

@@ -55,6 +55,8 @@ class UnmanagedEngine:
         self._warned_unsaved = False
         # By which the stock engine clipped in the update that is running, where it does that.
         self.clip_norm: torch.Tensor | None = None
+        # Whether a backward has ended since the throughput timer was started. See time_forward().
+        self._has_timed_backward = False
         # Samples in the windows that the throughput timer has timed.
         self.timed_samples = 0
         # Keeps what preview() handed over until end_preview() takes it back.
@@ -276,11 +278,18 @@ class UnmanagedEngine:
 
     def _end_backward(self, engine: Any, num_items: float = 0.0) -> None:
         self.window.record_backward(num_items)
+        self._has_timed_backward = True
         self._reset_hook_state(engine)
-        # Each micro-batch on its own, as a managed engine does by calling step() after each.
-        engine.tput_timer.stop(global_step=False, report_speed=False)
         if engine.wall_clock_breakdown():
             engine.timers.log(engine.engine_timers.micro_timers)
+
+    def time_forward(self, engine: Any) -> None:
+        """Before a forward(), which starts the throughput timer: stop it, if a backward has ended
+        since it was started. A managed engine's step() does so after each backward. Here it waits
+        for the next forward() or step(), since stopping waits for the device."""
+        if self._has_timed_backward:
+            self._has_timed_backward = False
+            engine.tput_timer.stop(global_step=False, report_speed=False)
 
     @staticmethod
     def _reset_hook_state(engine: Any) -> None:
@@ -521,7 +530,8 @@ class UnmanagedEngine:
     def _time_step(self, engine: Any) -> None:
         """Let stock step() find a running timer that knows this window's batch size."""
         timer = engine.tput_timer
-        if not timer.started:  # stopped by the last backward
+        self._has_timed_backward = False
+        if not timer.started:  # there was no forward()
             timer.start()
         timer.batch_size = self.num_samples(engine)
         if timer.global_step_count >= timer.start_step:
