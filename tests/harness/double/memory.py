@@ -19,8 +19,8 @@ class Block:
     on it is still queued.
     """
 
-    # What was freed, by stream and size, to be given out again, with its accesses.
-    _free: dict[tuple[Stream, int], list[tuple[Any, list[Any]]]] = defaultdict(list)
+    # What was freed, by stream, to be given out again, with its accesses.
+    _free: dict[Stream, list[tuple[Any, list[Any]]]] = defaultdict(list)
 
     def __init__(self, memory: Any = None, *, pinned: bool = False) -> None:
         self.memory = memory
@@ -35,14 +35,17 @@ class Block:
 
     def __del__(self) -> None:
         if self.on_device and not self.recorded and sys is not None:
-            Block._free[self.stream, self.memory.nbytes()].append((self.memory, self.accesses))
+            Block._free[self.stream].append((self.memory, self.accesses))
 
     @classmethod
     def allocate(cls, like: torch.Tensor) -> torch.Tensor:
         """A device tensor of this one's shape and strides, on the current stream: old memory."""
         size = like.untyped_storage().nbytes()
-        freed = cls._free[current_stream(), size]
-        memory, accesses = freed.pop(0) if freed else (_poisoned(size), [])
+        freed = cls._free[current_stream()]
+        # The last one that is large enough: others may still be using it.
+        fitting = (i for i in reversed(range(len(freed))) if freed[i][0].nbytes() >= size)
+        index = next(fitting, None)
+        memory, accesses = (_poisoned(size), []) if index is None else freed.pop(index)
         device = torch.device("cpu")
         storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, size)
         storage._block = block = cls(memory)

@@ -96,7 +96,8 @@ def _launch(
 ) -> Any:
     """Queue an operation. Its new tensors are there at once, with what their memory held."""
     stream = current_stream()
-    RECORD.kernels += 1
+    is_empty = func.__name__.startswith(("empty", "new_empty"))
+    RECORD.kernels += not is_empty
     # A number that is read when the kernel is launched.
     args, kwargs = tree_map_only(
         torch.Tensor,
@@ -112,6 +113,9 @@ def _launch(
     else:
         if _WAITS.intersection(func.tags):
             _wait_for_value(reads)
+            value = func(*inner_args, **inner_kwargs)
+            if not isinstance(value, torch.Tensor):
+                return value
         # Of what is in memory now: for the shapes, and for an answer that is no tensor.
         early = func(*inner_args, **inner_kwargs)
         result = tree_map_only(torch.Tensor, Block.allocate, early)
@@ -122,7 +126,6 @@ def _launch(
             for tensor, value in zip(new, [t for t in tree_leaves(late) if torch.is_tensor(t)]):
                 tensor.copy_(value)
 
-        is_empty = func.__name__.startswith(("empty", "new_empty"))
         stream.launch((lambda: None) if is_empty else work)
         if not is_empty:
             writes = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]

@@ -26,6 +26,9 @@ class Agent:
         for agent, time in clock.items():
             self.clock[agent] = max(self.clock[agent], time)
 
+    def knows(self, clock: dict[Agent, int]) -> bool:
+        return all(self.clock[agent] >= time for agent, time in clock.items())
+
 
 class Record:
     """What has been counted since reset(), of waits, copies and kernels by kind, and the races."""
@@ -90,7 +93,8 @@ class Stream(Agent):
         host_waits("stream", self.clock)
 
     def query(self) -> bool:
-        return self.done == self.issued
+        # As late as can be: not done before the host has waited for it.
+        return HOST.knows({self: self.clock[self]})
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -126,7 +130,7 @@ class Event:
             host_waits("event", self.clock)
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self.position
+        return self.stream is None or HOST.knows(self.clock)
 
     def elapsed_time(self, _later: Event) -> float:
         return 0.0
