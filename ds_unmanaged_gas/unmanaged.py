@@ -455,16 +455,22 @@ class UnmanagedEngine:
             yield
             return
         norm = 0.0 if math.isinf(self._max_grad_norm) else self._max_grad_norm  # 0: off
-        holders = [(engine._config, "gradient_clipping")]  # read at stage 0 in fp32
-        if hasattr(engine.optimizer, "clip_grad"):
-            holders.append((engine.optimizer, "clip_grad"))
-        before = [getattr(holder, name) for holder, name in holders]
-        for holder, name in holders:
-            setattr(holder, name, norm)
+        # The engine's is read at stage 0 in fp32.
+        settings = [
+            (engine._config, "gradient_clipping", norm),
+            (engine.optimizer, "clip_grad", norm),
+        ]
+        if norm > 0:
+            # From 0.19.7 it may be off, and then there is no norm to clip by.
+            settings.append((engine.optimizer, "compute_grad_norm", True))
+        settings = [each for each in settings if hasattr(*each[:2])]
+        before = [getattr(holder, name) for holder, name, _ in settings]
+        for setting in settings:
+            setattr(*setting)
         try:
             yield
         finally:
-            for (holder, name), value in zip(holders, before):
+            for (holder, name, _), value in zip(settings, before):
                 setattr(holder, name, value)
 
     def announce(self, engine: Any, call: str) -> None:

@@ -6,14 +6,17 @@ it looks for is that of the test's optimizer, and the wrapper around it the real
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from harness.model import LEARNING_RATE, MIXED_WINDOWS, Heads, Window, reference, tensors
+from harness.model import LEARNING_RATE, MIXED_WINDOWS, Heads, Weights, Window, reference, tensors
 from harness.pool import RankPool
 from harness.releases import DEEPSPEED, HAS_TORCH_STYLE, between
 from harness.training import (
@@ -115,15 +118,15 @@ def train_fused(
 
 def plain(
     windows_by_rank: Sequence[Sequence[Window]],
-    clip: float = math.inf,
+    clip: Sequence[float] = (math.inf,),
     items: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The same in PyTorch, in fp32. With ``items`` per backward: the sum of all ranks' gradients
-    over the items of all ranks."""
+    """The same in PyTorch, in fp32, clipped by these norms in turn. With ``items`` per backward:
+    the sum of all ranks' gradients over the items of all ranks."""
     model = Heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     reports = []
-    for windows in zip(*windows_by_rank, strict=True):
+    for windows, max_norm in zip(zip(*windows_by_rank, strict=True), itertools.cycle(clip)):
         divisor = items * sum(map(len, windows)) if items else len(windows)
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
@@ -133,7 +136,7 @@ def plain(
         for param in model.parameters():
             assert param.grad is not None
             param.grad /= divisor or 1
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
         optimizer.step()
         weights = {name: p.tolist() for name, p in model.named_parameters()}
         reports.append({"weights": weights, "norm": norm})
@@ -172,22 +175,27 @@ def test_divided_by_items(ranks: RankPool, kind: str) -> None:
         assert norms == pytest.approx([each["norm"] for each in ours], rel=1e-6)
 
 
+def assert_close(ours: Weights, expected: Weights) -> None:
+    """Of clipped updates: stock divides by norm + 1e-6."""
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            torch.tensor(ours[name]), torch.tensor(weight), rtol=1e-5, atol=1e-5
+        )
+
+
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping(ranks: RankPool, kind: str, per_step: bool) -> None:
     windows = [MIXED_WINDOWS, RANKS_DIFFER]
     config, options = fused_config(kind), {"max_grad_norm": 2.0} if per_step else {}
     config["gradient_clipping"] = 100.0 if per_step else 2.0
-    expected = plain(windows, clip=2.0)
+    expected = plain(windows, clip=[2.0])
     for ours in ranks.run(train_fused, config=config, windows_by_rank=windows, **options):
         assert [each["norm"] for each in ours] == pytest.approx(
             [each["norm"] for each in expected], rel=1e-6
         )
         for report, theirs in zip(ours, expected):
-            for name, weight in theirs["weights"].items():
-                # Stock divides by norm + 1e-6.
-                got, wanted = torch.tensor(report["weights"][name]), torch.tensor(weight)
-                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            assert_close(report["weights"], theirs["weights"])
 
 
 def discard_in_mid_window(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -316,6 +324,37 @@ def test_growing_loss_scale_is_as_in_stock(ranks: RankPool) -> None:
     assert len({each["scale"] for each in ours[0]}) > 1
 
 
+def clip_without_norms(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every other window is clipped."""
+    import ds_unmanaged_gas
+
+    reports = []
+    with closing_engine(config) as engine:
+        window = ds_unmanaged_gas.accumulation(engine)
+        for i, micro_batches in enumerate(MIXED_WINDOWS):
+            for micro_batch in micro_batches:
+                window.backward(forward(engine, micro_batch))
+            before = window.grad_norm()
+            window.step(max_grad_norm=2.0 if i % 2 else None)
+            norm = engine.get_global_grad_norm()
+            norm = None if norm is None else float(norm)
+            reports.append({"before": before, "norm": norm, "weights": full_weights(engine)})
+    return reports
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clip_value_where_stock_takes_no_norm(ranks: RankPool, stage: int) -> None:
+    if not between("0.19.7"):
+        pytest.skip(f"DeepSpeed {DEEPSPEED} always takes the norm")
+    config = make_config(stage=stage, zero={"compute_grad_norm": False})
+    expected = plain([MIXED_WINDOWS] * 2, clip=[math.inf, 2.0])
+    for ours in ranks.run(clip_without_norms, config=config):
+        for i, (report, theirs) in enumerate(zip(ours, expected)):
+            assert report["before"] == pytest.approx(theirs["norm"], rel=1e-6)
+            assert report["norm"] == (pytest.approx(theirs["norm"], rel=1e-6) if i % 2 else None)
+            assert_close(report["weights"], theirs["weights"])
+
+
 class Reads(TorchDispatchMode):
     """Counts numbers that the host reads of tensors: on a device each is a wait."""
 
@@ -364,3 +403,14 @@ def test_step_reads_no_more_of_the_device_than_stock(ranks: RankPool, case: str)
     ours = ranks.run(reads, config=unmanaged, fused=fused)
     stock = ranks.run(reads, config=managed, fused=fused, plugin=False)
     assert max(ours) <= min(stock)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [(None, 1.0), (16, 16.0), (0.25, 0.25), (numpy.float32(8), 8.0), (torch.tensor(2.0), 2.0)],
+)
+def test_scale_of_whatever_an_optimizer_says(scale: Any, expected: float) -> None:
+    from ds_unmanaged_gas.gradients import scale_of
+
+    found = scale_of(SimpleNamespace(loss_scale=scale))
+    assert (type(found), found) == (float, expected)
