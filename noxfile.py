@@ -27,6 +27,9 @@ CACHE = Path(__file__).parent.resolve() / ".nox" / "shared"
 NEWEST = "0.19.8"
 OLDER = ["0.19.7", "0.19.5", "0.19.4", "0.19.3", "0.18.4", "0.18.2", "0.17.4", "0.16.4", "0.15.4"]
 
+# Those whose paths on GPUs differ: they run the tests on the accelerator double too.
+ON_DOUBLE = [NEWEST, "0.19.3", "0.18.4", "0.16.4"]
+
 # Every release in the supported range.
 _MINORS = {"0.15": 5, "0.16": 10, "0.17": 7, "0.18": 10, "0.19": 9}
 EVERY = [f"{minor}.{patch}" for minor, count in _MINORS.items() for patch in range(count)]
@@ -98,15 +101,25 @@ def tests(session: nox.Session, deepspeed: str) -> None:
     """Run the tests on a DeepSpeed release: nox -s "tests(0.19.8)" for one, tests for all.
 
     All tests on the newest; on the last release of each older era those that are neither thorough
-    nor build an op. Arguments after -- go to pytest and replace that choice.
+    nor build an op. Fails too if no test on the accelerator double reached a line that only an
+    accelerator does. Arguments after -- go to pytest and replace that choice.
     """
     python = torch_python(session)
     env = environment(package_folder(session, python, "deepspeed", deepspeed), deepspeed)
     check_release(session, python, deepspeed, env)
     choice = [] if deepspeed == NEWEST else ["-m", "not thorough and not builds_op"]
     arguments = session.posargs or choice
+    if not session.posargs and deepspeed not in ON_DOUBLE:
+        arguments = [*arguments, "--ignore=tests/double"]
+    lines = Path(session.create_tmp()) / "lines"
+    shutil.rmtree(lines, ignore_errors=True)
+    if not session.posargs and deepspeed == NEWEST:
+        lines.mkdir()
+        env["DOUBLE_COVERAGE"] = str(lines.resolve())
     # The two ranks of one test wait for each other half of the time: run two tests at once.
     session.run(python, "-m", "pytest", "-n2", *arguments, env=env, external=True)
+    if lines.exists():
+        session.run(python, "tests/accelerator_lines.py", str(lines), env=env, external=True)
 
 
 # The last release of Accelerate that leaves the boundary to DeepSpeed's counter.
@@ -199,6 +212,23 @@ def bench(session: nox.Session) -> None:
         arguments = ["-W", "ignore", "tests/bench/run.py", str(file), *options]
         session.run(python, *arguments, env=env, external=True)
     session.run(python, "tests/bench/report.py", str(file), external=True)
+
+
+@nox.session(venv_backend="none")
+def gpu_counts(session: nox.Session) -> None:
+    """Compare what a window asks of a GPU with managed mode, on the accelerator double.
+
+    Arguments after -- are releases; with --only PART those rows whose name has it.
+    """
+    python = torch_python(session)
+    releases = [each for each in session.posargs if each in EVERY] or ON_DOUBLE
+    options = [each for each in session.posargs if each not in EVERY]
+    for release in releases:
+        env = environment(package_folder(session, python, "deepspeed", release), release)
+        env["PYTHONPATH"] += f"{os.pathsep}tests"
+        check_release(session, python, release, env)
+        arguments = ["-W", "ignore", "tests/bench/gpu_counts.py", *options]
+        session.run(python, *arguments, env=env, external=True)
 
 
 @nox.session(venv_backend="none")

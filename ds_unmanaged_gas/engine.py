@@ -82,6 +82,12 @@ def _wrap_take_model_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> 
     return state.take_model_step(wrapped, engine, args, kwargs)
 
 
+def _wrap_get_global_grad_norm(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    state: UnmanagedEngine = attached(engine)
+    state.report_norm(engine)
+    return wrapped(*args, **kwargs)
+
+
 def _wrap_clip_grad_norm(wrapped: Any, _module: Any, args: Any, kwargs: Any) -> Any:
     norm = wrapped(*args, **kwargs)
     for engine in live_engines:
@@ -244,8 +250,8 @@ def patches() -> tuple[PatchSpec, ...]:
         ),
         on_engine(
             "forward",
-            "compares ranks at stage 3, if asked for; up to 0.18.2 refuses a later "
-            "loss.backward(), which these releases can't finish",
+            "ends the time of the last micro-batch; compares ranks at stage 3, if asked for; up to "
+            "0.18.2 refuses a later loss.backward(), which these releases can't finish",
             _wrap_forward,
         ),
         on_engine(
@@ -261,8 +267,15 @@ def patches() -> tuple[PatchSpec, ...]:
         on_engine("destroy", "a destroyed engine no longer holds up disable()", _wrap_destroy),
         on_engine(
             "_take_model_step",
-            "counts the samples of this window, and reports a gradient norm at stage 0",
+            "counts the samples of this window, and takes a gradient norm at stage 0",
             _wrap_take_model_step,
+        ),
+        PatchSpec(
+            DeepSpeedEngine,
+            "get_global_grad_norm",
+            "reports a gradient norm at stage 0, where stock has none",
+            _wrap_get_global_grad_norm,
+            on_objects=always,
         ),
         PatchSpec(
             stock_engine,

@@ -7,7 +7,7 @@ which DeepSpeed uses for stage 1 when a bf16 model accumulates in fp32.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
-from torch._utils import _flatten_dense_tensors
 
 from .errors import UnsupportedConfigError
+from .offload import norms_of
 from .patching import PatchSpec, always
 from .window import attached
 
@@ -35,14 +35,13 @@ _ENGINE_FORGETS_RETAIN_GRAPH = not HAS_TORCH_STYLE and (
 
 # Stock methods that are not wrapped, but whose effect is counted on. See fingerprints.py.
 COUNTED_ON = (
-    (BF16_Optimizer, ("backward", "clear_lp_grads", "clear_hp_grads", "get_grads_for_reduction")),
+    (
+        BF16_Optimizer,
+        ("backward", "clear_lp_grads", "clear_hp_grads", "get_grads_for_reduction", "step"),
+    ),
     (FP16_Optimizer, ("backward", "step")),
     (FP16_UnfusedOptimizer, ("backward", "step")),
 )
-
-
-_SMALL = 1024
-"""Elements of a gradient that is copied to have its norm taken together with others."""
 
 
 def scale_of(optimizer: Any) -> float:
@@ -127,32 +126,29 @@ class Gradients:
     def norm(self) -> float:
         """The global norm of the handed over gradients, still times the loss scale. Collective: as
         many all-reduces of one number as the optimizer's own step() makes for it."""
-        return float(self._norm())
+        return float(self._norm()())
 
-    def _norm(self) -> torch.Tensor:
-        """The norm of all ``param.grad``, a 0-dim fp32 tensor. Collective with an mpu: one
-        model-parallel all-reduce."""
+    def _norm(self) -> Callable[[], torch.Tensor]:
+        """Read all ``param.grad``, and return a function that gives their norm, a 0-dim fp32
+        tensor. Collective with an mpu: one model-parallel all-reduce, before it returns."""
         mpu = self.engine.mpu
         shares_model = mpu is not None and mpu.get_model_parallel_rank() != 0
-        # Small ones together: a call for each would take longer than their reduction.
-        small: list[torch.Tensor] = []
-        large: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
         for param in self.params:
             grad = param.grad
             if grad is None or (shares_model and not is_model_parallel_parameter(param)):
                 continue  # rank 0 has what is not model-parallel
-            if grad.is_sparse:
-                grad = grad.coalesce().values()
-            (small if grad.numel() <= _SMALL else large).append(grad)
-        if small:
-            large.append(_flatten_dense_tensors(small))  # type: ignore[no-untyped-call]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in large]
+            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
+        norms = norms_of(grads, torch.float32)
+        if mpu is None and norms:
+            return lambda: torch.linalg.vector_norm(torch.stack(norms))
         square = torch.zeros((), device=self.engine.device)
         if norms:
             square = torch.stack(norms).square().sum()
         if mpu is not None:
             dist.all_reduce(square, group=mpu.get_model_parallel_group())
-        return square.sqrt()
+        norm = square.sqrt()
+        return lambda: norm
 
     def loss_scale(self) -> float:
         """What the gradients are too large by."""
@@ -189,28 +185,34 @@ class Gradients:
             self.optimizer.zero_grad()
         self.close()
 
-    def measure_norm(self) -> torch.Tensor | None:
-        """The global gradient norm, or None where stock code takes one itself. Called at the
-        boundary, after hand_over() and before clipping."""
+    def measure_norm(self) -> Callable[[], torch.Tensor] | None:
+        """A function that gives the global gradient norm, or None where stock code takes one
+        itself. Called at the boundary, after hand_over() and before clipping. What is given needs
+        no gradient any more: few callers ask, and the device has the less to do before the update.
+        """
         return None
 
-    def norm_divisor(self) -> float:
-        """What the norm that the optimizer reports must be divided by."""
-        return 1.0
+    def tidy_norm(self) -> Callable[[Any], Any] | None:
+        """A function that makes of the norm that stock code reports the one to report, or None if
+        it is. Called at the boundary, before the update may change the loss scale."""
+        return None
 
 
 class BareGradients(Gradients):
     """A torch optimizer that DeepSpeed leaves as it is: stage 0 in fp32."""
 
-    def measure_norm(self) -> torch.Tensor | None:
+    def measure_norm(self) -> Callable[[], torch.Tensor] | None:
         engine = self.engine
         if engine.gradient_clipping() > 0 and not (
             engine.fp16_enabled() or engine.bfloat16_enabled()
         ):
             return None  # stock code reads all gradients for a norm to clip by, and that is it
         norm, scaler = self._norm(), self._scaler()
-        # On the device, where get_scale() would wait for it.
-        return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
+        if scaler is None:
+            return norm
+        # On the device, where get_scale() would wait for it; now, since the update may change it.
+        scale = scaler.scale(torch.ones((), device=engine.device))
+        return lambda: norm() / scale
 
     def loss_scale(self) -> float:
         scaler = self._scaler()
@@ -288,9 +290,11 @@ class LossScaledGradients(Gradients):
         # In fp32: an fp16 loss times its scale overflows.
         return loss if scale == 1.0 else loss.float() * scale
 
-    def norm_divisor(self) -> float:
-        # FP16_UnfusedOptimizer reports the norm of the still scaled gradients.
-        return self.loss_scale() if isinstance(self.optimizer, FP16_UnfusedOptimizer) else 1.0
+    def tidy_norm(self) -> Callable[[Any], Any] | None:
+        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            return None
+        scale = self.loss_scale()  # it reports the norm of the still scaled gradients
+        return lambda norm: norm / scale
 
 
 class BF16Gradients(Gradients):
@@ -299,6 +303,9 @@ class BF16Gradients(Gradients):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.retain_graph = False
+        device = self.optimizer.fp32_groups_flat_partition[0].device
+        # Stock step() fails on a window whose norm is zero.
+        self.tiny_norm = torch.full((1,), _TINY_NORM, device=device)
 
     @contextmanager
     def backward(self, *, retain_graph: bool) -> Iterator[None]:
@@ -339,6 +346,9 @@ class BF16Gradients(Gradients):
         norm = float(get_global_norm_of_tensors(grads, mpu=optimizer.mpu))
         return 0.0 if norm <= 2 * _TINY_NORM else norm
 
+    def tidy_norm(self) -> Callable[[Any], Any] | None:
+        return _without_tiny_norm
+
     def local_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         optimizer = self.optimizer
         for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
@@ -372,7 +382,11 @@ def _wrap_bf16_backward(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) ->
 
 
 def _wrap_update_hp_grads(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    return wrapped(clear_lp_grads=True)
+    result = wrapped(clear_lp_grads=False)  # which would write zeros, one kernel per parameter
+    for group in optimizer.bf16_groups:
+        for param in group:
+            param.grad = None
+    return result
 
 
 # Small enough that adding its square changes no norm that could matter, large enough that the
@@ -385,19 +399,15 @@ def _wrap_get_grads_for_norm(wrapped: Any, optimizer: Any, args: Any, kwargs: An
     if not isinstance(result, tuple):
         return result  # a list means: the gradients to clip
     non_expert, expert = result
-    device = optimizer.fp32_groups_flat_partition[0].device
-    return [*non_expert, torch.full((1,), _TINY_NORM, device=device)], expert
+    gradients: BF16Gradients = attached(optimizer)
+    return [*non_expert, gradients.tiny_norm], expert
 
 
-def _wrap_bf16_step(wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
-    norm = optimizer._global_grad_norm
+def _without_tiny_norm(norm: Any) -> Any:
     if isinstance(norm, torch.Tensor):
-        # On the device: an `if` would wait for the update, where stock code does not.
-        optimizer._global_grad_norm = norm.masked_fill(norm <= 2 * _TINY_NORM, 0.0)
-    elif norm <= 2 * _TINY_NORM:  # with experts, and infinite in 0.19.8 after an overflow
-        optimizer._global_grad_norm = 0.0
-    return result
+        return norm.masked_fill(norm <= 2 * _TINY_NORM, 0.0)
+    # With experts, and infinite in 0.19.8 after an overflow.
+    return 0.0 if norm <= 2 * _TINY_NORM else norm
 
 
 def patches() -> tuple[PatchSpec, ...]:
@@ -417,13 +427,6 @@ def patches() -> tuple[PatchSpec, ...]:
             "get_grads_for_norm",
             "a window without gradients has an empty norm, on which stock step() fails",
             _wrap_get_grads_for_norm,
-            on_objects=always,
-        ),
-        PatchSpec(
-            BF16_Optimizer,
-            "step",
-            "reports the norm of an all-zero window as zero",
-            _wrap_bf16_step,
             on_objects=always,
         ),
     )

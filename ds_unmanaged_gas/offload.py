@@ -33,10 +33,10 @@ class HostSums:
     the device is late: it belongs to the stream that it was given to. From a window's first add()
     on they belong to the stream of the last add(), which waits for that of the one before, should
     it be another: add() reads and writes them there only. Whatever the host does to them (fill,
-    zero, divide) comes after wait(). Before the optimizer reads them the host has read a number
-    that the device computes after the copies, the norm or the overflow flag, as in managed mode.
-    What stock code copies at stage 1, which reduces at step(), the host doesn't touch at all: it
-    is divided on the device.
+    zero, divide) comes after wait_for_copies(). Before the optimizer reads them the host has read a
+    number that the device computes after the copies, the norm or the overflow flag, as in managed
+    mode. What stock code copies at stage 1, which reduces at step(), the host doesn't touch at all:
+    it is divided on the device.
     """
 
     def __init__(self, dtype: torch.dtype, target: Place, spare: Place) -> None:
@@ -69,7 +69,7 @@ class HostSums:
                     on_device[key] = total
         if on_device:
             # Once per window would do, but only here the sums are on the device.
-            self._norms.update(zip(on_device, _norms_of(list(on_device.values()))))
+            self._norms.update(zip(on_device, _norms_of_sums(list(on_device.values()))))
 
     def _add(self, key: int, grad: torch.Tensor) -> torch.Tensor:
         """Add one contribution. Returns the sum."""
@@ -114,7 +114,7 @@ class HostSums:
                 self._copied = accelerator.Event()
             self._copied.record(stream)
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let the host wait for the copies, if they are still under way."""
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
@@ -125,7 +125,7 @@ class HostSums:
         if self._stream is not None:
             order(self._stream, get_accelerator().current_stream())
         return {
-            key: _norms_of([self._sum(key)])[0] if norm is None else norm
+            key: _norms_of_sums([self._sum(key)])[0] if norm is None else norm
             for key, norm in self._norms.items()
         }
 
@@ -135,7 +135,7 @@ class HostSums:
         # See [Note: who may touch host memory, and when]
         absent = self._dirty - self._seen
         if absent or self._in_spare:
-            self.wait()
+            self.wait_for_copies()
         for key in self._in_spare:
             self._target(key).copy_(self._spare(key))
         for key in absent:
@@ -185,14 +185,19 @@ def keep_alive(grad: torch.Tensor) -> None:
         grad.record_stream(get_accelerator().current_stream())
 
 
-def _norms_of(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Their 2-norms, by few kernels."""
-    # As stock code takes the norms of offloaded gradients; up to 0.18 it did not ask.
-    has_fp64 = getattr(get_accelerator(), "is_fp64_supported", lambda: True)
-    dtype = torch.float64 if has_fp64() else torch.float32
+def norms_of(grads: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Their 2-norms, 0-dim, by few kernels."""
+    if not grads:
+        return []
     if _FOREACH_NORM_TAKES_DTYPE:
         return list(torch._foreach_norm(grads, 2, dtype))
     return [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads]
+
+
+def _norms_of_sums(sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As stock code takes the norms of offloaded gradients; up to 0.18 it did not ask."""
+    has_fp64 = getattr(get_accelerator(), "is_fp64_supported", lambda: True)
+    return norms_of(sums, torch.float64 if has_fp64() else torch.float32)
 
 
 def _foreach_norm_takes_dtype() -> bool:

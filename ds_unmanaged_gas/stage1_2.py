@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .compat import mirror_boundary, reduces_every_tile
-from .gradients import HAS_TORCH_STYLE, Gradients
+from .gradients import HAS_TORCH_STYLE, Gradients, scale_of
 from .offload import HostSums, all_finite, divide_norms, keep_alive, order
 from .patching import PatchSpec
 from .window import attached
@@ -106,7 +106,7 @@ class PartitionedGradients(Gradients):
         return float(self.optimizer.scaled_global_norm())
 
     def loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale)
+        return scale_of(self.optimizer)
 
     def tell_overflow(self) -> Iterable[torch.Tensor]:
         """With offload the norms, which are already on the device, and not all gradients."""
@@ -398,7 +398,7 @@ class Stage2OffloadGradients(Stage2Gradients):
 
     def divide(self, divisor: float) -> None:
         # On the host. What stock code copies in hand_over() nobody has waited for yet.
-        self._sums.wait()
+        self._sums.wait_for_copies()
         super().divide(divisor)
         divide_norms(self.optimizer, list(self.optimizer.norm_for_param_grads), divisor)
 

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from .compat import mirror_boundary
-from .gradients import Gradients
+from .gradients import Gradients, scale_of
 from .offload import HostSums, divide_norms, keep_alive, order
 from .patching import PatchSpec, always
 from .window import attached
@@ -186,7 +186,7 @@ class Stage3Gradients(Gradients):
         return math.hypot(*norms)
 
     def loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale)
+        return scale_of(self.optimizer)
 
     def hand_over(self) -> None:
         """Zero the partitions of parameters that took no part in the window. No collective."""
@@ -347,9 +347,8 @@ class Stage3OffloadGradients(Stage3Gradients):
 
     def finalize(self, divisor: float) -> None:
         if divisor != 1.0:
-            # What goes to NVMe has to be divided before hand_over() writes it there.
-            if self._seen and not get_accelerator().is_synchronized_device():
-                self.optimizer.reduce_and_partition_stream.synchronize()  # it copies to the host
+            # What goes to NVMe has to be divided before hand_over() writes it there. It has arrived
+            # on the host: stock code waits for it at the end of each backward.
             for ds_id in self._seen:
                 self._spare(ds_id).div_(divisor)
             for ds_id, total in self._local.items():
@@ -363,7 +362,7 @@ class Stage3OffloadGradients(Stage3Gradients):
         return [group.grad for index, group in groups if not on_nvme(index)]
 
     def divide(self, divisor: float) -> None:
-        self._sums.wait()
+        self._sums.wait_for_copies()
         for tensor in self.final():
             tensor.div_(divisor)
         divide_norms(self.optimizer, self._host_keys(), divisor)
@@ -406,7 +405,7 @@ class Stage3OffloadGradients(Stage3Gradients):
 
     def close(self) -> None:
         if self.optimizer.overflow:
-            self._sums.wait()
+            self._sums.wait_for_copies()
             self._clear_spares()
         super().close()
 
@@ -416,7 +415,7 @@ class Stage3OffloadGradients(Stage3Gradients):
 
     def discard(self) -> None:
         self.optimizer.reset_cpu_buffers()  # the norms
-        self._sums.wait()
+        self._sums.wait_for_copies()
         self._clear_spares()
         super().discard()
 

@@ -53,6 +53,8 @@ class UnmanagedEngine:
         self._may_have_late_phases = False
         self._warned_empty_step = False
         self._warned_unsaved = False
+        # Gives the norm of the last update, where stock code doesn't itself. See report_norm().
+        self.measured_norm: Callable[[], Any] | None = None
         # By which the stock engine clipped in the update that is running, where it does that.
         self.clip_norm: torch.Tensor | None = None
         # Whether a backward has ended since the throughput timer was started. See time_forward().
@@ -141,8 +143,9 @@ class UnmanagedEngine:
         override = engine.scale_wrt_gas
         if override is not None:
             scale_wrt_gas = override
-        if scale_wrt_gas and self.options.gradient_scale == "gas":
-            loss = loss / engine.gradient_accumulation_steps()
+        gas = engine.gradient_accumulation_steps()
+        if scale_wrt_gas and self.options.gradient_scale == "gas" and gas != 1:
+            loss = loss / gas
         stock_loss = self.gradients.scale_loss(loss)
         self.is_in_backward = True
         engine.scale_wrt_gas = None
@@ -548,17 +551,22 @@ class UnmanagedEngine:
     ) -> Any:
         """The optimizer update, with the counters and the norm that stock code gets wrong."""
         samples_before = engine.global_samples
-        norm, self.clip_norm = self.gradients.measure_norm(), None
-        norm_divisor = self.gradients.norm_divisor()
+        measured, tidy = self.gradients.measure_norm(), self.gradients.tidy_norm()
+        self.clip_norm = None
         result = stock(*args, **kwargs)
         engine.global_samples = samples_before + self.num_samples(engine)
-        if norm is None:
-            norm = self.clip_norm
-        if norm is not None:
-            engine._global_grad_norm = norm
-        elif norm_divisor != 1.0:
-            engine._global_grad_norm = engine._global_grad_norm / norm_divisor
+        self.measured_norm = measured
+        if self.clip_norm is not None:
+            engine._global_grad_norm = self.clip_norm
+        elif tidy is not None and engine._global_grad_norm is not None:
+            reported = engine._global_grad_norm
+            self.measured_norm = lambda: tidy(reported)
         return result
+
+    def report_norm(self, engine: Any) -> None:
+        """Let stock code report the norm that was measured in the last update, if it was."""
+        if self.measured_norm is not None:
+            engine._global_grad_norm, self.measured_norm = self.measured_norm(), None
 
 
 _FAILED_READING = "an exception while its gradients were read"

@@ -45,7 +45,7 @@ def without(what: str) -> Any:
             copy=lambda _self, stock, param, args: stock(param, *args),
             divide=divide_on_host,
         ),
-        "host sums: wait": lambda: mock.patch.object(offload.HostSums, "wait", nothing),
+        "host sums: wait": lambda: mock.patch.object(offload.HostSums, "wait_for_copies", nothing),
     }[what]()
 
 

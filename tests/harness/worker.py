@@ -8,7 +8,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +31,9 @@ def main(pipe: Any, rank: int, world_size: int, folder: str, on_double: bool = F
         WORLD_SIZE=str(world_size),
         LOCAL_SIZE=str(world_size),
     )
-    from . import double
-
     if on_double:
+        from . import double
+
         double.install()
     _initialize(rank, world_size, folder)
     modules: dict[str, ModuleType] = {}
@@ -44,8 +45,7 @@ def main(pipe: Any, rank: int, world_size: int, folder: str, on_double: bool = F
         try:
             if where not in modules:
                 modules[where] = _load(where)
-            surroundings = double.active() if on_double else nullcontext()
-            with surroundings:
+            with _on_double() if on_double else nullcontext():
                 answer = (True, _run(getattr(modules[where], name), kwargs, plugin=plugin))
         except Exception:
             answer = (False, traceback.format_exc())
@@ -53,6 +53,38 @@ def main(pipe: Any, rank: int, world_size: int, folder: str, on_double: bool = F
             pipe.send(answer)
         except Exception:
             pipe.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def _on_double() -> Iterator[None]:
+    """Run a task on the accelerator double. Leaves the lines of the package that it has run in the
+    folder DOUBLE_COVERAGE, if there is one: see accelerator_lines.py."""
+    from . import double
+
+    folder = os.environ.get("DOUBLE_COVERAGE")
+    if folder is None:
+        with double.active():
+            yield
+        return
+    import coverage
+
+    import ds_unmanaged_gas
+
+    package = Path(ds_unmanaged_gas.__file__).parent
+    tracer = coverage.Coverage(
+        data_file=str(Path(folder, "rank")),
+        data_suffix=True,
+        include=[f"{package}/*"],
+        config_file=False,
+        check_preimported=False,
+    )
+    tracer.start()
+    try:
+        with double.active():
+            yield
+    finally:
+        tracer.stop()
+        tracer.save()
 
 
 def _initialize(rank: int, world_size: int, folder: str) -> None:

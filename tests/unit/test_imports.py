@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "errors": set(),
     "explain": {"", "config", "errors"},
     "fingerprints": {"compat", "patching"},
-    "gradients": {"errors", "patching", "window"},
+    "gradients": {"errors", "offload", "patching", "window"},
     "inspection": {"errors", "patching", "window"},
     "offload": set(),
     "installer": {
