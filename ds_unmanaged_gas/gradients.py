@@ -222,6 +222,20 @@ class BareGradients(Gradients):
         return getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # from 0.18.0
 
 
+class _ScaledGradient(torch.autograd.Function):
+    """A loss as it is, whose backward() begins with a scale instead of 1. (In fp16 the loss times
+    its scale would overflow, and cost more kernels.)"""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.scale, None
+
+
 class LossScaledGradients(Gradients):
     """FP16_Optimizer and FP16_UnfusedOptimizer: local gradients, times the loss scale.
 
@@ -287,8 +301,7 @@ class LossScaledGradients(Gradients):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         scale = self._scale()
-        # In fp32: an fp16 loss times its scale overflows.
-        return loss if scale == 1.0 else loss.float() * scale
+        return loss if scale == 1.0 else _ScaledGradient.apply(loss, scale)  # type: ignore[no-untyped-call]
 
     def tidy_norm(self) -> Callable[[Any], Any] | None:
         if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
