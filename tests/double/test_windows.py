@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from harness.model import LEARNING_RATE, Heads, tensors, weights_of
 from harness.pool import RankPool
-from harness.releases import HAS_TORCH_STYLE
+from harness.releases import DEEPSPEED, HAS_TORCH_STYLE, between
 from harness.training import (
     broken_backward,
     forward,
@@ -50,6 +50,9 @@ OVERFLOW: list[Any] = [*[BOTH, "overflow", 1], *[ONLY_B, 2], *["overflow", 1], 1
 
 _CLIP = 1.0
 
+IGNORES_STREAMS = between("0.15.0", "0.18.7")
+"""Stage 3 reduces behind the default stream, on whichever the caller's backward runs."""
+
 
 def full_gradients(engine: Any) -> Any:
     """What the window has summed so far, without the loss scale."""
@@ -67,7 +70,8 @@ def backward_otherwise(engine: Any, how: str, micro_batch: Any) -> None:
     if how == "torch" and HAS_TORCH_STYLE and is_zero and not engine.fp16_enabled():
         forward(engine, micro_batch).backward()
         return
-    stream = double.Stream(name="stream of the caller") if how == "stream" else double.DEFAULT
+    is_own = how == "stream" and not (engine.zero_optimization_stage() == 3 and IGNORES_STREAMS)
+    stream = double.Stream(name="stream of the caller") if is_own else double.DEFAULT
     stream.wait_stream(double.DEFAULT)
     with double.on_stream(stream):
         ds_unmanaged_gas.accumulation(engine).backward(forward(engine, micro_batch))
@@ -285,3 +289,25 @@ def test_late_work_changes_no_update(
                 assert ours == theirs
         clipped = {n: torch.tensor(w).flatten().tolist() for n, w in report["clipped"].items()}
         assert clipped == _close(expected["clipped"])
+
+
+def run_managed_on_own_stream(config: dict[str, Any]) -> list[str]:
+    from harness import double
+
+    engine = make_engine(config)
+    double.RECORD.reset()
+    stream = double.Stream(name="stream of the caller")
+    stream.wait_stream(double.DEFAULT)
+    with double.on_stream(stream):
+        engine.backward(forward(engine, BOTH))
+    double.finish()
+    races = list(double.RECORD.races)
+    engine.destroy()
+    return races
+
+
+@pytest.mark.skipif(not IGNORES_STREAMS, reason=f"DeepSpeed {DEEPSPEED} waits for that stream")
+def test_stock_races_with_a_stream_of_the_caller_at_stage_3(gpu_ranks: RankPool) -> None:
+    config = cell_config(3, None, "fp32", True, "backward", unmanaged=False)
+    for races in gpu_ranks.run(run_managed_on_own_stream, plugin=False, config=config):
+        assert any(race.startswith("stream of the caller writes") for race in races)
