@@ -116,6 +116,7 @@ class HostSums:
 
     def wait_for_copies(self) -> None:
         """Let the host wait for the copies, if they are still under way."""
+        # An event that has happened is ordered before the host, as a wait for it would be.
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
         self._stream = self._copied = None
